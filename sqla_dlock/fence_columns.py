@@ -12,7 +12,7 @@ from sqlalchemy import Insert, Update
 from sqlalchemy.orm import FromStatement
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import upserted_keys, writes_in_ctes
+from sqla_dlock.statements import set_values, upserted_values, without_alias, writes_in_ctes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,35 +25,42 @@ FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
     """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
     statement = statement.element if isinstance(statement, FromStatement) else statement
-    if isinstance(statement, Update | Insert):
-        _refuse(statement, many, params)
+    if isinstance(statement, Update):
+        _refuse_update(statement, params or (many[0] if many else ()))
+    elif isinstance(statement, Insert):
+        _refuse_upsert(statement)
 
 
 def refuse_fence_columns_in_ctes(*execution: Any) -> None:
     """Do the same for the CTEs of a statement; a listener to "before_cursor_execute"."""
     for statement in writes_in_ctes(execution[4]):
-        _refuse(statement, None, None)
+        refuse_fence_columns(None, statement, None, None, None)
 
 
-def _refuse(statement: Any, many: Any, params: Any) -> None:
-    table: Any = getattr(statement.table, "element", statement.table)  # of an alias
-    if FENCE_COLUMNS[0] not in table.c:
-        return
-    sets = upserted_keys(statement) if isinstance(statement, Insert) else [_set_by_update(statement, many, params)]
-    if found := sorted(set(FENCE_COLUMNS).intersection(chain.from_iterable(sets))):
+def _refuse_update(statement: Update, parameters: Iterable[str]) -> None:
+    """Refuse columns of the fence in the table of an UPDATE, and in the others that MySQL can write with it."""
+    own = without_alias(statement.table)
+    _refuse(own, chain(_names_of(own, statement), parameters), "UPDATE")
+    for table in {without_alias(column.table) for column in set_values(statement) if hasattr(column, "table")} - {own}:
+        _refuse(table, _names_of(table, statement), "UPDATE")
+
+
+def _refuse_upsert(statement: Insert) -> None:
+    _refuse(statement.table, chain.from_iterable(upserted_values(statement)), "upsert")
+
+
+def _refuse(table: Any, names: Iterable[str], what: str) -> None:
+    if FENCE_COLUMNS[0] in table.c and (found := sorted(set(FENCE_COLUMNS).intersection(names))):
         raise NotSupported(
             f"only the fence of a lock writes {' and '.join(found)} of {table.name}, or an older holder "
-            f"could commit: leave {'them' if len(found) > 1 else 'it'} out of what the "
-            f"{'upsert sets' if isinstance(statement, Insert) else 'UPDATE sets'}"
+            f"could commit: leave {'them' if len(found) > 1 else 'it'} out of what the {what} sets"
         )
 
 
-def _set_by_update(statement: Any, many: Any, params: Any) -> Iterator[str]:
-    yield from _names(statement._values or ())  # noqa: SLF001 - nothing public tells what a statement sets
-    yield from _names(dict(getattr(statement, "_ordered_values", None) or ()))  # before SQLAlchemy 2.1
-    yield from params or ()
-    yield from many[0] if many else ()
-
-
-def _names(columns: Iterable[Any]) -> Iterator[str]:
-    return (getattr(column, "key", column) for column in columns)
+def _names_of(table: Any, statement: Update) -> Iterator[str]:
+    """Yield the names of the columns of a table that an UPDATE sets; a name without a table may be one of any."""
+    for column in set_values(statement):
+        if not hasattr(column, "table"):
+            yield column
+        elif without_alias(column.table) == table:
+            yield column.key

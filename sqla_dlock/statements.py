@@ -1,34 +1,72 @@
-"""What a statement writes where it is easily overlooked: in the clause that makes an INSERT an upsert, and in CTEs."""
+"""What a statement writes where it is easily overlooked: in an upsert's clause, in CTEs, and in other tables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Insert, Update
+from sqlalchemy import Delete, Insert, Update
+from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import visitors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["upserted_keys", "writes_in_ctes"]
+    from sqlalchemy.orm import Mapper
+
+__all__ = ["other_mappers", "set_values", "upserted_values", "without_alias", "writes_in_ctes", "written_mapper"]
 
 _CLAUSES: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
 """The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
 
 
-def upserted_keys(statement: Any) -> Iterator[set[str]]:
-    """Yield the keys of the columns that each such clause of a statement sets, also in its CTEs."""
+def set_values(statement: Any) -> dict[Any, Any]:
+    """Return what `values()` or `ordered_values()` of an UPDATE set, by columns, or by names that are no attributes."""
+    ordered = getattr(statement, "_ordered_values", None)  # before SQLAlchemy 2.1
+    return dict(statement._values or ordered or ())  # noqa: SLF001 - nothing public tells what a statement sets
+
+
+def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:
+    """Yield what each such clause of a statement sets, by the keys of the columns, also in its CTEs."""
     for clause in visitors.iterate(statement):
         values: Any = getattr(clause, _CLAUSES.get(clause.__visit_name__, ""), None)
         if values is not None:
-            yield {str(getattr(column, "key", column)) for column in dict(values)}
+            yield {str(getattr(column, "key", column)): value for column, value in dict(values).items()}
 
 
 def writes_in_ctes(context: Any) -> Iterator[Any]:
-    """Yield each UPDATE and INSERT in a CTE of the statement that is executed in this context.
+    """Yield each UPDATE, INSERT and DELETE in a CTE of the statement that is executed in this context.
 
     The compiled statement has its CTEs at hand, so that a statement without any costs nothing.
     """
     for cte in getattr(getattr(context, "compiled", None), "ctes", None) or ():
-        if isinstance(cte.element, Update | Insert):
+        if isinstance(cte.element, Update | Insert | Delete):
             yield cte.element
+
+
+def written_mapper(statement: Any) -> Mapper[Any] | None:
+    """Return the class that an ORM statement writes; None for a statement on a table, and for one that only reads."""
+    statement = statement.element if isinstance(statement, FromStatement) else statement
+    if not (isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs):  # noqa: SLF001
+        return None
+    mapper: Mapper[Any] = statement._propagate_attrs["plugin_subject"].mapper  # noqa: SLF001
+    # An UPDATE of a table has the class that its WHERE names, which may be another one.
+    return mapper if without_alias(statement.table) in mapper.tables else None
+
+
+def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
+    """Yield each further class of which an UPDATE sets a column in another table, as MySQL and MariaDB can."""
+    statement = statement.element if isinstance(statement, FromStatement) else statement
+    for column in set_values(statement) if isinstance(statement, Update) else ():
+        mapper = getattr(column, "_annotations", {}).get("parentmapper")
+        if mapper is not None and column.table not in _tables(statement):
+            yield mapper
+
+
+def _tables(statement: Any) -> Sequence[Any]:
+    mapper = written_mapper(statement)
+    return [statement.table, *(mapper.tables if mapper else ())]
+
+
+def without_alias(table: Any) -> Any:
+    """Return the table that an alias of it stands for, as given otherwise."""
+    return getattr(table, "element", table)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import event, inspect, select
+from sqlalchemy import Insert, event, inspect, select
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import Mapper, PassiveFlag, RelationshipDirection, Session
+from sqlalchemy.orm import FromStatement, Mapper, PassiveFlag, RelationshipDirection, Session
 from sqlalchemy.orm.attributes import get_history
 
 from dlock_core.errors import NotSupported
+from sqla_dlock.statements import other_mappers, written_mapper
 from sqla_dlock.versions.mapping import VersionedMixin
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import ORMExecuteState
 
-__all__ = ["has_root", "roots_of_changes"]
+__all__ = ["has_root", "refuse_child_writes", "roots_of_changes"]
 
 T = TypeVar("T")
 
@@ -82,23 +83,23 @@ def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
 
 @event.listens_for(Session, "do_orm_execute")
 def _refuse_bulk_writes(execution: ORMExecuteState) -> None:
-    if execution.is_select or not execution.is_orm_statement:
-        return
-    verb, mapper = _verb(execution), execution.bind_mapper
-    if verb is None or mapper is None:
-        return
-    _resolve_paths()
-    written = [mapper] if execution.is_insert else mapper.self_and_descendants
-    if child := next((each.class_.__name__ for each in written if has_root(each)), None):
-        raise NotSupported(
-            f"{verb}({child}) would not count the versions of the aggregates that {child} belongs to: change instances "
-            f"and flush them; or touch() the roots, and send {verb}({child}.__table__)"
-        )
+    if not execution.is_select and execution.is_orm_statement:
+        refuse_child_writes(execution.statement)
 
 
-def _verb(execution: ORMExecuteState) -> str | None:
-    flags = {"insert": execution.is_insert, "update": execution.is_update, "delete": execution.is_delete}
-    return next((verb for verb, is_this in flags.items() if is_this), None)
+def refuse_child_writes(statement: Any) -> None:
+    """Raise NotSupported for an ORM statement that writes children, of which it cannot count the roots."""
+    statement = statement.element if isinstance(statement, FromStatement) else statement
+    own = written_mapper(statement)
+    for mapper in (*([own] if own else ()), *other_mappers(statement)):
+        _resolve_paths()
+        written = [mapper] if isinstance(statement, Insert) else mapper.self_and_descendants
+        if child := next((each.class_.__name__ for each in written if has_root(each)), None):
+            verb = statement.__visit_name__
+            raise NotSupported(
+                f"{verb}({child}) would not count the versions of the aggregates that {child} belongs to: change "
+                f"instances and flush them; or touch() the roots, and send {verb}({child}.__table__)"
+            )
 
 
 def roots_of_changes(session: Session) -> list[Any]:

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import ColumnClause, Engine, Update, event, false, inspect, null, type_coerce
+from sqlalchemy import ColumnClause, Engine, Insert, Update, event, false, null, type_coerce
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
-from sqla_dlock.statements import upserted_keys, writes_in_ctes
+from sqla_dlock.statements import (
+    other_mappers,
+    set_values,
+    upserted_values,
+    without_alias,
+    writes_in_ctes,
+    written_mapper,
+)
 from sqla_dlock.stores import connection_for_writing
+from sqla_dlock.versions.aggregates import refuse_child_writes
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.writes import note_overtaken
@@ -40,10 +48,11 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
 
 
 def _count_or_refuse(execution: ORMExecuteState) -> None:
-    mapper = execution.bind_mapper
-    if mapper is None or not issubclass(mapper.class_, VersionedMixin):
-        return
     statement: Any = execution.statement
+    _refuse_alias_and_other_classes(statement)
+    mapper = written_mapper(statement)
+    if mapper is None or not _is_versioned(mapper):
+        return
     if execution.is_insert:
         _refuse_upsert(statement, mapper)
     elif isinstance(execution.parameters, list):
@@ -59,16 +68,52 @@ def _count_or_refuse(execution: ORMExecuteState) -> None:
 
 @event.listens_for(Engine, "before_cursor_execute")
 def _refuse_uncounted_ctes(*execution: Any) -> None:
-    """Refuse a statement with an UPDATE or upsert in a CTE, which may be anywhere in it, that counts no version."""
+    """Refuse a write in a CTE, which may be anywhere in a statement, that counts no version."""
     for statement in writes_in_ctes(execution[4]):
-        mapper = inspect(statement.entity_description.get("type"), raiseerr=False)
-        if mapper is not None and issubclass(mapper.class_, VersionedMixin):
-            _refuse_upsert(statement, mapper)
-            if isinstance(statement, Update) and not _sets(_values(statement), version_column(mapper)):
-                raise NotSupported(
-                    f"update({mapper.class_.__name__}) in a CTE has to count its version up itself, by "
-                    f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
-                )
+        _refuse_uncounted(statement, "in a CTE")
+
+
+def _refuse_uncounted(statement: Any, where: str) -> None:
+    """Refuse a statement to which no count can be added, unless it counts the versions itself, or writes none."""
+    refuse_child_writes(statement)
+    _refuse_alias_and_other_classes(statement)
+    mapper = written_mapper(statement)
+    if mapper is None or not _is_versioned(mapper):
+        return
+    if isinstance(statement, Insert):
+        _refuse_upsert(statement, mapper)
+    elif isinstance(statement, Update):
+        version = version_column(mapper)
+        if not any(_counts(value, version) for value in _given(statement, version)):
+            raise NotSupported(
+                f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
+                f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
+            )
+
+
+def _refuse_alias_and_other_classes(statement: Any) -> None:
+    """Refuse an UPDATE of an alias, and one that sets columns of another class as well, as MySQL can.
+
+    SQLAlchemy cannot synchronize an alias: it would take all instances for matched.
+    """
+    update = statement.element if isinstance(statement, FromStatement) else statement
+    if not isinstance(update, Update):
+        return
+    own = written_mapper(update)
+    if own is not None and _is_versioned(own) and update.table is not without_alias(update.table):
+        name = own.class_.__name__
+        raise NotSupported(
+            f"an UPDATE of an alias of {name} cannot count its version up: send update({name}), and use the alias in "
+            "its subqueries"
+        )
+    if other := next((each.class_.__name__ for each in other_mappers(update) if _is_versioned(each)), None):
+        raise NotSupported(
+            f"an UPDATE of another class would not count the versions of {other}: send update({other}) by itself"
+        )
+
+
+def _is_versioned(mapper: Mapper[Any]) -> bool:
+    return issubclass(mapper.class_, VersionedMixin)
 
 
 def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
@@ -129,8 +174,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
     attribute = getattr(mapper.class_, name)
-    given = next((value for column, value in _values(statement).items() if _sets([column], version)), None)
-    if given is not None:
+    for given in _given(statement, version):
         # A stale instance must not get the number of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
         is_count = any(isinstance(each, ColumnClause) and each.key == version.key for each in visitors.iterate(given))
@@ -141,8 +185,14 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
 
 
-def _values(statement: Any) -> Any:
-    return statement._values or {}  # noqa: SLF001 - there is no public way
+def _given(statement: Any, version: Any) -> list[Any]:
+    """Return what an UPDATE sets the version to, if it sets it itself."""
+    columns = {version, version.key}
+    return [value for column, value in set_values(statement).items() if column in columns]
+
+
+def _counts(value: Any, version: Any) -> bool:
+    return True
 
 
 def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
@@ -175,13 +225,9 @@ def _require_versions(execution: ORMExecuteState, rows: list[Any], mapper: Mappe
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
     version = version_column(mapper)
-    for keys in upserted_keys(statement):
-        if version.key not in keys:
+    for values in upserted_values(statement):
+        if version.key not in values:
             raise NotSupported(
                 f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "
                 f"set_={{..., {version.key!r}: {mapper.class_.__name__}.{version_key(mapper)} + 1}}"
             )
-
-
-def _sets(values: Any, version: Any) -> bool:
-    return any(getattr(column, "key", column) == version.key for column in values)

@@ -16,7 +16,7 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, WriteOnlyMapped, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, WriteOnlyMapped, aliased, mapped_column, relationship
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.versions import VersionedMixin, save_with_version, touch
@@ -87,6 +87,13 @@ class Print(Base):
 
 class LatePrint(Print):
     """It is in its parent's table."""
+
+
+class Loose(Base):
+    """It belongs to nothing."""
+
+    __tablename__ = "agg_loose"
+    id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Floor(VersionedMixin, Base):
@@ -246,6 +253,10 @@ STATEMENTS = {
     "write_only_delete": lambda session: session.execute(book(session).prints.delete()),
     "many_to_many": lambda session: session.execute(update(Subject).values(name="x")),
     "subclass": lambda session: session.execute(update(LatePrint).values(copies=1)),
+    "alias": lambda session: session.execute(update(aliased(Page)).values(number=1)),
+    "with_another_table": lambda session: session.execute(
+        update(Loose).where(Loose.id == Page.id).values({Loose.id: 5, Page.number: 1})
+    ),
 }
 
 
@@ -256,6 +267,24 @@ def test_statement_that_writes_children_is_refused_before_it_is_sent(session, wr
     with pytest.raises(NotSupported, match=r"would not count .* touch\(\) the roots"):
         write(session)
     assert not [sql for sql in sent if not sql.startswith(("SELECT", "BEGIN"))]
+
+
+CTES = {
+    "update": update(Page).values(number=1),
+    "delete": delete(Page),
+    "insert": insert(Page).values(book_id=1),
+}
+
+
+@pytest.mark.parametrize("session", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("place", ["select", "add_cte"])
+@pytest.mark.parametrize("write", CTES.values(), ids=CTES)
+def test_statement_that_writes_children_in_a_cte_is_refused(session, write, place):
+    cte = write.returning(Page.id).cte()
+    statement = select(cte) if place == "select" else update(Loose).values(id=5).add_cte(cte)
+    for _ in range(2):  # the second is compiled already
+        with pytest.raises(NotSupported, match=r"would not count .* touch\(\) the roots"):
+            session.execute(statement)
 
 
 def test_statement_to_the_table_with_a_touch_of_the_root_counts_it(session):

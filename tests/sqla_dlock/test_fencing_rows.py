@@ -195,6 +195,9 @@ WRITES = {
     "update_ordered": lambda session: session.execute(update(Stamp).ordered_values((Stamp.dlock_token, 0))),
     "update_table": lambda session: session.execute(update(Stamp.__table__).values(dlock_holder="")),
     "update_alias": lambda session: session.execute(update(Stamp.__table__.alias("old")).values(dlock_token=0)),
+    "update_with_another_table": lambda session: session.execute(
+        update(Letter).where(Letter.id == "x").values({Letter.id: "y", Stamp.dlock_token: 0})
+    ),
     "update_by_key": lambda session: session.execute(update(Stamp), [{"id": 7, "dlock_token": 0}]),
     "from_statement": lambda session: session.scalars(select(Stamp).from_statement(RESET)),
     "bulk_update_mappings": lambda session: session.bulk_update_mappings(Stamp, [{"id": 7, "dlock_token": 0}]),

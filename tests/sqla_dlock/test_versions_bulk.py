@@ -14,6 +14,7 @@ from sqlalchemy import (
     create_engine,
     delete,
     event,
+    exists,
     insert,
     inspect,
     literal,
@@ -23,14 +24,26 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
-from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Member, Order, Park, Person, Place, Shop
+from tests.sqla_dlock.version_models import (
+    Basket,
+    Code,
+    Line,
+    LineNote,
+    Member,
+    Order,
+    Park,
+    Person,
+    Place,
+    Revised,
+    Shop,
+)
 
 
 @pytest.fixture
@@ -503,6 +516,70 @@ def test_update_statement_that_cannot_count_is_refused(session):
         session.execute(update(Shop).values(owner="b"))
     with pytest.raises(NotSupported, match="use values"):
         session.execute(update(Order).ordered_values((Order.reads, 5)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda session, alias: session.execute(update(alias).where(alias.title == "b").values(reads=5)),
+        lambda session, alias: session.query(alias).filter(alias.title == "b").update({alias.reads: 5}),
+    ],
+    ids=["update", "query"],
+)
+def test_update_of_an_alias_is_refused_before_it_counts_another_row(session, orders, write):
+    with pytest.raises(NotSupported, match=r"send update\(Order\), and use the alias in its subqueries"):
+        write(session, aliased(Order))
+    assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(0, 1)}
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_update_of_an_alias_in_a_cte_is_refused(session, orders):
+    alias = aliased(Order)
+    counted = update(alias).values(version=alias.version + 1).returning(alias.id)
+    with pytest.raises(NotSupported, match="use the alias in its subqueries"):
+        session.execute(select(counted.cte()))
+
+
+def test_alias_in_a_subquery_of_an_update_is_no_alias_that_is_written(session, orders):
+    newest = aliased(Order)
+    if session.get_bind().dialect.name != DIALECT:  # MySQL cannot read the table that it writes.
+        session.execute(update(Order).where(~exists().where(newest.title > Order.title)).values(reads=5))
+        assert rows(session, Order.title, Order.version)[-2:] == [("e", 1), ("f", 2)]
+
+
+def test_update_of_a_table_whose_condition_names_a_versioned_class_counts_nothing(session, orders):
+    made(session, Person(id=orders[0].id))
+    person = Person.__table__
+    condition = select(Order.id).where(Order.id == person.c.id).exists()
+    session.execute(update(person).where(condition).values(name="b"))
+    assert rows(session, Person.name) == [("b",)]
+
+
+MULTI_TABLE = {
+    "attributes": lambda: {Person.name: "b", Order.reads: 5},
+    "counted": lambda: {Person.name: "b", Order.reads: 5, Order.version: Order.version + 1},
+    "alias": lambda: {Person.name: "b", aliased(Order).reads: 5},
+}
+
+
+@pytest.mark.parametrize("values", MULTI_TABLE.values(), ids=MULTI_TABLE)
+@pytest.mark.parametrize("kind", [Person, Code])
+def test_update_that_sets_columns_of_another_versioned_class_is_refused(session, orders, values, kind):
+    with pytest.raises(NotSupported, match=r"would not count the versions of Order: send update\(Order\) by itself"):
+        session.execute(update(kind).where(kind.__table__.c[0] == Order.id).values(values()))
+    assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(0, 1)}
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_update_counts_its_own_version_and_not_that_of_another_table(session, orders):
+    """A column of the same name in another table that MariaDB writes along is no count."""
+    made(session, Revised(id=orders[0].id))
+    session.execute(
+        update(Order).where(Order.id == Revised.id).values({Order.reads: 5, Revised.version: Revised.version + 10}),
+        execution_options={"synchronize_session": False},
+    )
+    assert rows(session, Order.title, Order.version)[:2] == [("a", 2), ("b", 1)]
+    assert rows(session, Revised.version) == [(10,)]
 
 
 def test_update_by_primary_key_checks_and_counts(session, orders):

@@ -81,6 +81,15 @@ class Member(VersionedMixin, Person):
     grade: Mapped[int] = mapped_column(default=0)
 
 
+class Revised(Base):
+    """Its version is a number like others, which the application writes."""
+
+    __tablename__ = "revised"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    version: Mapped[int] = mapped_column(default=0)
+
+
 class DataBase(MappedAsDataclass, DeclarativeBase):
     metadata = Base.metadata
 
