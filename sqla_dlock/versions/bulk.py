@@ -5,12 +5,12 @@ Core statements on the table, raw SQL and `session.bulk_insert_mappings` are not
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import ColumnClause, Engine, Insert, Update, event, false, null, type_coerce
+from sqlalchemy import BinaryExpression, Delete, Engine, Insert, Integer, Update, event, false, null, type_coerce
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
-from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
@@ -36,11 +36,15 @@ __all__: list[str] = []
 
 _MATCHES: Final = "dlock_matches"
 """The execution option of a SELECT by which SQLAlchemy finds the rows that an UPDATE will match."""
+_IN_SESSION: Final = "dlock_in_session"
+"""The execution option of a statement that a session executes, which is counted or refused there."""
 
 
 @event.listens_for(Session, "do_orm_execute")
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_update or execution.is_insert:
+        # Of the statement: an UPDATE by primary key does not receive the options of its execution.
+        execution.statement = execution.statement.execution_options(**{_IN_SESSION: True})
         _count_or_refuse(execution)
     elif _MATCHES in execution.local_execution_options:
         return _lock_matches(execution)
@@ -73,6 +77,15 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
         _refuse_uncounted(statement, "in a CTE")
 
 
+@event.listens_for(Engine, "before_execute")
+def _refuse_uncounted_core(_connection: Any, statement: Any, _many: Any, _params: Any, options: Any) -> None:
+    """Refuse an ORM statement that a Connection executes by itself, with no session that would add a count."""
+    if isinstance(statement, FromStatement):
+        statement = statement.element
+    if isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs and _IN_SESSION not in options:  # noqa: SLF001
+        _refuse_uncounted(statement, "on a Connection")
+
+
 def _refuse_uncounted(statement: Any, where: str) -> None:
     """Refuse a statement to which no count can be added, unless it counts the versions itself, or writes none."""
     refuse_child_writes(statement)
@@ -84,7 +97,7 @@ def _refuse_uncounted(statement: Any, where: str) -> None:
         _refuse_upsert(statement, mapper)
     elif isinstance(statement, Update):
         version = version_column(mapper)
-        if not any(_counts(value, version) for value in _given(statement, version)):
+        if not _counts(_given(statement, version), version):
             raise NotSupported(
                 f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
                 f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
@@ -174,11 +187,17 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
     attribute = getattr(mapper.class_, name)
-    for given in _given(statement, version):
-        # A stale instance must not get the number of its row. SQLAlchemy evaluates no type_coerce() in memory: it
+    if given := _given(statement, version):
+        if not _counts(given, version):
+            raise NotSupported(
+                f"update({mapper.class_.__name__}) cannot set {name!r} to a value of its own: leave it out, or set it "
+                f"to {mapper.class_.__name__}.{name} + 1"
+            )
+        if isinstance(version.type, Integer):
+            return statement
+        # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
-        is_count = any(isinstance(each, ColumnClause) and each.key == version.key for each in visitors.iterate(given))
-        return statement if is_count else statement.values({attribute: type_coerce(given, version.type)})
+        return statement.values({attribute: type_coerce(given[0], version.type)})
     try:
         return statement.values({attribute: attribute + 1})
     except InvalidRequestError as error:
@@ -191,8 +210,18 @@ def _given(statement: Any, version: Any) -> list[Any]:
     return [value for column, value in set_values(statement).items() if column in columns]
 
 
-def _counts(value: Any, version: Any) -> bool:
-    return True
+def _counts(given: list[Any], version: Any) -> bool:
+    """Return whether a version is set, and each time to itself plus a number.
+
+    Another kind of version than a number has a `version_id_generator` of the application, which may set it to anything.
+    """
+    return bool(given) and (
+        not isinstance(version.type, Integer)
+        or all(
+            isinstance(each, BinaryExpression) and each.operator is add and version in {each.left, each.right}
+            for each in given
+        )
+    )
 
 
 def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
@@ -226,7 +255,7 @@ def _require_versions(execution: ORMExecuteState, rows: list[Any], mapper: Mappe
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
     version = version_column(mapper)
     for values in upserted_values(statement):
-        if version.key not in values:
+        if not _counts([values[version.key]] if version.key in values else [], version):
             raise NotSupported(
                 f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "
                 f"set_={{..., {version.key!r}: {mapper.class_.__name__}.{version_key(mapper)} + 1}}"

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import (
     Engine,
     ForeignKey,
+    Integer,
     String,
     Update,
     bindparam,
@@ -414,15 +415,6 @@ def test_instance_that_the_update_statement_s_own_flush_inserts_can_be_saved(ses
     assert rows(session, Order.title, Order.reads, Order.version) == [("new", 5, 3)]
 
 
-def test_version_that_an_update_statement_sets_makes_no_stale_instance_current(session, orders):
-    elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
-    session.execute(update(Order).where(Order.title == "shipped").values(version=8, reads=5))
-    assert orders[0].version == 8
-    orders[0].title = "cancelled"
-    with pytest.raises(ValueError, match="read later"):
-        session.commit()
-
-
 def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
     elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
     savepoint = session.begin_nested()
@@ -433,10 +425,53 @@ def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
         session.commit()
 
 
-def test_update_statement_may_set_a_version_on_purpose(session, orders):
-    session.execute(update(Order).values(version=7))
+@pytest.mark.parametrize("version", [7, Order.version, Order.version - 1, cast(Order.edited, Integer) + 1])
+@pytest.mark.parametrize("form", ["by_name", "by_attribute", "ordered"])
+def test_update_statement_that_sets_the_version_without_counting_is_refused(session, orders, version, form):
+    statement = {
+        "by_name": update(Order).values(version=version),
+        "by_attribute": update(Order).values({Order.version: version}),
+        "ordered": update(Order).ordered_values((Order.version, version)),
+    }[form]
+    with pytest.raises(NotSupported, match=r"leave it out, or set it to Order\.version \+ 1"):
+        session.execute(statement)
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
+
+
+def test_update_statement_may_count_the_version_itself(session, orders):
     session.execute(update(Order).where(Order.title == "a").values({Order.version: Order.version + 2}))
-    assert {version for _, version in rows(session, Order.title, Order.version)} == {7, 9}
+    session.execute(update(Order).where(Order.title == "b").ordered_values((Order.version, 3 + Order.version)))
+    assert [version for _, version in rows(session, Order.title, Order.version)][:3] == [3, 4, 1]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda connection: connection.execute(update(Order).values(reads=5)),
+        lambda connection: connection.execute(
+            update(Order).where(Order.id == bindparam("key")).values(reads=5), [{"key": 1}, {"key": 2}]
+        ),
+        lambda connection: connection.execute(update(Order).values(version=7)),
+        lambda connection: connection.execute(select(Order).from_statement(update(Order).values(reads=5))),
+    ],
+    ids=["one", "many", "number", "from_statement"],
+)
+def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
+    with pytest.raises(NotSupported, match="on a Connection has to count its version up itself"):
+        write(session.connection())
+    session.connection().execute(update(Order).values(reads=5, version=Order.version + 1))
+    assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 2)}
+
+
+def test_upsert_on_a_connection_has_to_count(session):
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        session.connection().execute(upsert(session, title="new"))
+
+
+@pytest.mark.parametrize("write", [update(Line).values(amount=5), delete(Line), insert(Line).values(amount=1)])
+def test_write_of_children_on_a_connection_is_refused(session, basket, write):
+    with pytest.raises(NotSupported, match=r"touch\(\) the roots"):
+        session.connection().execute(write)
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
@@ -639,12 +674,23 @@ def upsert(session: Session, **values: Any) -> Any:
     return statement.on_conflict_do_update(index_elements=["kind", "code"], set_=values)
 
 
+def given_to(session: Session) -> Any:
+    """Return the columns of the row that an upsert was given."""
+    from sqlalchemy.dialects import mysql, postgresql
+
+    is_mysql = session.get_bind().dialect.name == DIALECT
+    return mysql.insert(Code).inserted if is_mysql else postgresql.insert(Code).excluded
+
+
 def test_insert_that_turns_into_an_update_has_to_count(session):
     made(session, Code(kind="a", code="x"))
     with pytest.raises(NotSupported, match="has to count its version up itself"):
         session.execute(upsert(session, title="new"))
     session.execute(upsert(session, title="new", row_version=Code.__table__.c.row_version + 1))
     assert rows(session, Code.title, Code.version) == [("new", 2)]
+    for version in (7, given_to(session).row_version, given_to(session).row_version + 1, Code.version):
+        with pytest.raises(NotSupported, match="has to count its version up itself"):
+            session.execute(upsert(session, title="old", row_version=version))
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
