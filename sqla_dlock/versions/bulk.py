@@ -26,7 +26,7 @@ from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.aggregates import refuse_child_writes
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
-from sqla_dlock.versions.writes import note_overtaken
+from sqla_dlock.versions.writes import note_overtaken, note_written
 
 if TYPE_CHECKING:
     from sqlalchemy import Result
@@ -45,29 +45,29 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_update or execution.is_insert:
         # Of the statement: an UPDATE by primary key does not receive the options of its execution.
         execution.statement = execution.statement.execution_options(**{_IN_SESSION: True})
-        _count_or_refuse(execution)
-    elif _MATCHES in execution.local_execution_options:
+        return _count_or_refuse(execution)
+    if _MATCHES in execution.local_execution_options:
         return _lock_matches(execution)
     return None
 
 
-def _count_or_refuse(execution: ORMExecuteState) -> None:
+def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
     statement: Any = execution.statement
     _refuse_alias_and_other_classes(statement)
     mapper = written_mapper(statement)
     if mapper is None or not _is_versioned(mapper):
-        return
+        return None
     if execution.is_insert:
         _refuse_upsert(statement, mapper)
     elif isinstance(execution.parameters, list):
-        if execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only":
-            _refuse_assigned_versions(execution.parameters, mapper)
-            execution.statement = _with_count(statement, mapper)
-        else:
-            _require_versions(execution, execution.parameters, mapper)
+        if not (execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only"):
+            return _update_by_key(execution, execution.parameters, mapper)
+        _refuse_assigned_versions(execution.parameters, mapper)
+        execution.statement = _with_count(statement, mapper)
     else:
         execution.statement = _with_count(statement, mapper)
         _synchronize(execution, mapper)
+    return None
 
 
 @event.listens_for(Engine, "before_cursor_execute")
@@ -238,18 +238,23 @@ def _refuse_assigned_versions(rows: list[Any], mapper: Mapper[Any]) -> None:
         )
 
 
-def _require_versions(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> None:
+def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> Result[Any]:
     """Check an UPDATE by primary key before it is sent: SQLAlchemy's own check cannot say which row was stale."""
-    name = version_key(mapper)
+    name, session = version_key(mapper), execution.session
     if not all(name in row for row in rows):
         raise ValueError(f"an UPDATE by primary key checks versions: give {name!r} as it was read in every row")
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
-    if all(key in row for row in rows for key in keys):  # SQLAlchemy itself refuses rows without a key.
-        connection = execution.session.connection(bind_arguments={"mapper": mapper.base_mapper})
-        expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
-        require_versions(execution.session, connection, mapper, expected, "save")
-        for *key, version in expected:
-            note_overtaken(execution.session, mapper, tuple(key), version)
+    if not all(key in row for row in rows for key in keys):
+        return execution.invoke_statement()  # SQLAlchemy itself refuses rows without a key.
+    expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
+    connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
+    require_versions(session, connection, mapper, expected, "save")
+    for *key, version in expected:
+        note_overtaken(session, mapper, tuple(key), version)
+    result = execution.invoke_statement()
+    for *key, version in expected if _option(execution, "synchronize_session", "auto") else ():
+        note_written(session, mapper, tuple(key), version)
+    return result
 
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import ClauseElement, Table, bindparam, event
-from sqlalchemy.orm import LoaderCallableStatus, PassiveFlag
+from sqlalchemy.orm import LoaderCallableStatus, Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from sqlalchemy import Connection, CursorResult, Update
-    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm import InstanceState, Session
 
 __all__ = [
     "RowUpdate",
@@ -34,6 +34,7 @@ __all__ = [
     "mark_flushed",
     "needs_one_update",
     "note_overtaken",
+    "note_written",
     "read_version",
     "require_expected",
     "row_update",
@@ -56,9 +57,12 @@ class RowUpdate:
     values: Mapping[str, Any]
 
 
-@event.listens_for(VersionedMixin, "refresh", propagate=True, raw=True)
+# Of every class, also one that was mapped before this module was imported: `save_with_version` needs no mixin.
+@event.listens_for(Mapper, "refresh", raw=True)
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Mark an instance whose version was read later than other columns, for which it then proves nothing."""
+    if state.mapper.version_id_col is None:
+        return
     name, left_out = version_key(state.mapper), _take_left_out(state)
     is_read = name not in left_out if names is None else name in names
     # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
@@ -87,15 +91,16 @@ def _take_left_out(state: InstanceState[Any]) -> set[str]:
     return left_out
 
 
-@event.listens_for(VersionedMixin, "after_update", propagate=True, raw=True)
+@event.listens_for(Mapper, "after_update", raw=True)
 def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
     """Keep the version that a flush wrote, with which all columns in memory belong together.
 
     An autoflush may come between a query and the loading of its rows. The rows then refresh the version of an instance
     that has just been written, and it is not late, because it is the version of that very write.
     """
-    state.info[_WRITTEN] = state.dict.get(version_key(mapper))
-    _take_left_out(state)
+    if mapper.version_id_col is not None:
+        state.info[_WRITTEN] = state.dict.get(version_key(mapper))
+        _take_left_out(state)
 
 
 def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
@@ -107,6 +112,21 @@ def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], 
             state.info[_READ_LATE] = True
 
 
+def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
+    """Give the next version to an instance of which an UPDATE by primary key has written the row with this one.
+
+    SQLAlchemy gives it the version that the UPDATE was given. It also forgets that a rollback to a savepoint undoes it.
+    """
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    if instance is not None:
+        state: Any = instance_state(instance)
+        name = version_key(state.mapper)
+        is_current = state.dict.get(name) == version and _READ_LATE not in state.info
+        if is_current and name not in state.committed_state:
+            set_committed_value(instance, name, state.mapper.version_id_generator(version))
+            session._register_altered([state])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+
+
 @lru_cache(maxsize=1024)
 def _changeable(mapper: Mapper[Any]) -> frozenset[str]:
     keys = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
@@ -114,7 +134,12 @@ def _changeable(mapper: Mapper[Any]) -> frozenset[str]:
 
 
 def _was_read(state: InstanceState[Any], name: str) -> bool:
-    return name in state.dict and state.committed_state.get(name) is not LoaderCallableStatus.NO_VALUE
+    """Return whether a column in memory was read, and not only assigned to an instance that had expired.
+
+    NO_VALUE alone is not enough: `flag_modified` leaves it, too, after a change in place of what was read.
+    """
+    is_blind = state.committed_state.get(name) is LoaderCallableStatus.NO_VALUE and name in state.expired_attributes
+    return name in state.dict and not is_blind
 
 
 def read_version(instance: Any) -> Any:

@@ -415,6 +415,21 @@ def test_instance_that_the_update_statement_s_own_flush_inserts_can_be_saved(ses
     assert rows(session, Order.title, Order.reads, Order.version) == [("new", 5, 3)]
 
 
+def test_instance_that_an_update_by_primary_key_wrote_can_be_saved(session, orders):
+    session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": 1}])
+    assert (orders[0].reads, orders[0].version) == (5, 2)
+    orders[0].title = "new"
+    save_with_version(session, orders[0])
+    assert ("new", 3) in rows(session, Order.title, Order.version)
+
+
+def test_update_by_primary_key_that_is_rolled_back_to_a_savepoint_takes_its_versions_back(session, orders):
+    savepoint = session.begin_nested()
+    session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": 1}])
+    savepoint.rollback()
+    assert (orders[0].reads, orders[0].version) == (0, 1)
+
+
 def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
     elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
     savepoint = session.begin_nested()

@@ -7,10 +7,11 @@ import pytest
 from sqlalchemy import Engine, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, defer, load_only
+from sqlalchemy.orm.attributes import flag_modified
 
 from sqla_dlock.preconditions import etag_of
 from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
-from tests.sqla_dlock.version_models import Code, Draft, Member, Order, Shop
+from tests.sqla_dlock.version_models import Code, Document, Draft, Member, Numbered, Order, Shop
 
 
 @pytest.fixture
@@ -270,6 +271,50 @@ def test_refresh_without_the_version_is_refused_also_after_a_write(session, orde
     order.title = "newer"
     with pytest.raises(ValueError, match="was deferred"):
         session.flush()
+
+
+@pytest.mark.parametrize("act", [save_with_version, delete_with_version, lambda _, numbered: etag_of(numbered)])
+def test_version_that_is_read_late_is_no_check_without_the_mixin_either(session, act):
+    session.add(numbered := Numbered(title="old"))
+    session.commit()
+    elsewhere(session, "UPDATE numbered SET title = 'theirs', version = 2")
+    session.refresh(numbered, ["version"])
+    numbered.title = "mine"
+    with pytest.raises(ValueError, match="read later"):
+        act(session, numbered)
+    session.rollback()
+    session.refresh(numbered)
+    numbered.title = "mine"
+    save_with_version(session, numbered)
+    session.refresh(numbered, ["version"])  # the one that was just written
+    numbered.title = "mine again"
+    save_with_version(session, numbered)
+    assert (numbered.title, numbered.version) == ("mine again", 4)
+
+
+@pytest.mark.parametrize("write", [save_with_version, flush])
+def test_column_that_is_changed_in_place_was_read_before_a_late_version(session, write):
+    session.add(document := Document(data={"a": 1}))
+    session.commit()
+    elsewhere(session, f"UPDATE document SET data = '{{\"theirs\": 2}}', version = {document.version + 1}")
+    document.data["mine"] = 3
+    flag_modified(document, "data")
+    with session.no_autoflush:
+        session.refresh(document, ["version"])
+    with pytest.raises(ValueError, match="read later"):
+        write(session, document)
+
+
+def test_column_that_is_assigned_to_an_expired_instance_was_not_read(session):
+    session.add(document := Document())
+    session.commit()
+    for number in range(2):
+        session.expire(document)
+        document.data = {"mine": number}
+        assert document.version
+        save_with_version(session, document)
+        session.commit()
+    assert session.scalars(select(Document.data)).one() == {"mine": 1}
 
 
 def test_etag_of_a_version_that_was_read_late_is_refused(session, order):

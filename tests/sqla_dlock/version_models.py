@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from sqlalchemy import ForeignKey, String, text
+from sqlalchemy import JSON, ForeignKey, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
 
 from sqla_dlock.versions import VersionedMixin
@@ -88,6 +88,24 @@ class Revised(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     version: Mapped[int] = mapped_column(default=0)
+
+
+class Numbered(Base):
+    """It has a version without the mixin."""
+
+    __tablename__ = "numbered"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    version: Mapped[int] = mapped_column()
+    __mapper_args__: ClassVar[Any] = {"version_id_col": version}
+
+
+class Document(VersionedMixin, Base):
+    __tablename__ = "document"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    data: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
 
 
 class DataBase(MappedAsDataclass, DeclarativeBase):
