@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final
 
-__all__ = ["LateWork"]
+__all__ = ["LateWork", "bare"]
 
 _ENQUEUES: Final = ("apply_async", "call_local", "send_with_options", "enqueue", "delay", "defer", "kiq")
 """Methods of tasks: of Celery, huey, dramatiq, Django, Prefect, procrastinate and taskiq, in this order."""
@@ -30,7 +31,13 @@ class LateWork:
     """What to write in place of a generator."""
 
     def refuse_function(self, function: Any) -> None:
-        """Raise TypeError for what is no function, or one whose call only enqueues a task or makes a generator."""
+        """Raise TypeError for what is no function, or one whose call only makes an object, a task or a generator."""
+        function = bare(function)
+        if inspect.isclass(function):
+            raise TypeError(
+                f"{self.decorator} decorates a function or method, not {function!r:.80}, of which it would cover only "
+                "the constructor: put it on the method that does the work"
+            )
         if _is_task(inspect.unwrap(function, stop=_is_task)):
             raise TypeError(
                 f"{self.decorator} must stand below the decorator that makes a function a task, on the function "
@@ -56,6 +63,13 @@ class LateWork:
             answer.close()  # Python would warn that it was never awaited.
             kind, advice = "coroutine", if_coroutine
         raise TypeError(f"{self.decorator}: {function!r} returned a {kind}, which runs after {self.end}: {advice}")
+
+
+def bare(function: Any) -> Any:
+    """Return the function in a partial or staticmethod: what its call does is decided by the function."""
+    while isinstance(function, partial | staticmethod):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return function
 
 
 def _may_exhaust(link: Any) -> bool:

@@ -6,7 +6,6 @@ transaction to the attempts of their context.
 
 from __future__ import annotations
 
-import inspect
 import math
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -242,8 +241,6 @@ def with_retry(
 
 def check_function(function: Any) -> None:
     """Raise TypeError for what cannot be retried as a whole: a task, a generator, a class, anything but a function."""
-    if inspect.isclass(function):
-        raise TypeError(f"retry_on_conflict decorates a function or method, not {function!r:.80}")
     _LATE_WORK.refuse_function(function)
 
 

@@ -158,6 +158,25 @@ def test_callables_of_every_other_kind_are_functions():
         LOCKED.refuse_function(function)
 
 
+def test_class_of_which_only_the_constructor_would_be_covered_is_refused():
+    class Ship:
+        def __call__(self):
+            pass
+
+    for made in (Ship, functools.partial(Ship), functools.partial(functools.partial(Ship, 1), x=2)):
+        with pytest.raises(TypeError, match=r"^@locked decorates a function or method.*only the constructor"):
+            LOCKED.refuse_function(made)
+
+
+def test_task_and_generator_in_a_partial_are_refused():
+    def generator():
+        yield
+
+    for function in (Task("enqueue"), generator):
+        with pytest.raises(TypeError, match=r"^@locked (must stand below|cannot cover)"):
+            LOCKED.refuse_function(functools.partial(function, 1))
+
+
 def test_what_is_no_function_at_all_is_refused():
     with pytest.raises(TypeError, match=r"^@locked decorates a function or method, not 'ship'$"):
         LOCKED.refuse_function("ship")

@@ -3,7 +3,7 @@
 import json
 import threading
 from contextlib import asynccontextmanager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -912,6 +912,12 @@ def test_decorator_above_classmethod_is_told_to_stand_below(decorate):
 def test_class_that_is_no_view_is_refused():
     with pytest.raises(TypeError, match="dispatch"):
         locked("order", pk)(type("Order", (), {}))
+
+
+def test_class_in_a_partial_is_refused():
+    for made in (OnDispatch, type("Order", (), {})):
+        with pytest.raises(TypeError, match="only the constructor"):
+            locked("order")(partial(made))
 
 
 def test_coroutine_behind_a_blocking_function_is_refused(make_default):

@@ -19,6 +19,7 @@ import httpx
 import pytest
 import uvicorn
 from celery import Celery
+from celery import Task as CeleryTask
 from fastapi import Depends, FastAPI
 from flask import Flask
 from sqlalchemy import event, select
@@ -951,6 +952,17 @@ def test_generator_would_run_after_the_lease_and_is_refused():
 
     with pytest.raises(TypeError, match="generator"):
         locked("order", "order_id")(generator)
+
+
+@pytest.mark.parametrize("wrap", [lambda made: made, functools.partial])
+@pytest.mark.parametrize("decorate", [locked("order", 42, session=Session.object_session), retry_on_conflict(sessionmaker())])
+def test_class_is_refused_because_its_methods_would_run_without_the_lease(decorate, wrap):
+    class Report(CeleryTask):
+        def run(self):
+            pass
+
+    with pytest.raises(TypeError, match="only the constructor"):
+        decorate(wrap(Report))
 
 
 @contextlib.contextmanager
