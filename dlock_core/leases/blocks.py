@@ -55,12 +55,18 @@ class Blocks:
     none is released: releasing the lease of a live holder would let in a second one.
     """
 
-    __slots__ = ("_leases", "_unmatched")
+    __slots__ = ("_begun", "_unmatched")
 
     def __init__(self) -> None:
-        self._leases: dict[Hashable, list[_Block]] = {}
-        self._unmatched = 0
-        """The number of blocks that have ended while it was unknown which lease was theirs."""
+        self._begun: dict[int, _Block] = {}
+        """The blocks that have begun and not ended, by the id of their lease, oldest first.
+
+        Any thread may end any block, so every change is one operation on this dict, which no thread can interrupt."""
+        self._unmatched: list[None] = []
+        """An entry for each block that has ended while it was unknown which lease was its."""
+
+    def __len__(self) -> int:
+        return len(self._begun)
 
     def entering(self, caller: Hashable) -> Callable[[T], T]:
         """Return the function that records the lease of the block that begins, when `__enter__` has got it."""
@@ -68,49 +74,40 @@ class Blocks:
 
     def enter(self, caller: Hashable, lease: T, frame: FrameType | None = None) -> T:
         """Record the lease of a block that begins; `frame`: that of the generator which it is in."""
-        self._leases.setdefault(caller, []).append(_Block(caller, frame, lease))
+        self._begun[id(lease)] = _Block(caller, frame, lease)
         return lease
 
     def innermost(self, caller: Hashable, frame: FrameType | None = None) -> Any:
         """Return the lease of a block that ends, which stays here until `forget`; None if it cannot be determined."""
-        own = self._leases.get(caller)
-        for block in reversed((own or ()) if frame is None else self._entries()):
-            if block.frame is frame:
-                return block.lease
-        if own and len(self._leases) == 1:  # No other thread or task is in a block.
-            return own[-1].lease
-        return self._of_another_caller()
+        blocks = [*self._begun.values()]
+        if len(blocks) == 1 and blocks[0].caller is caller:  # The usual case, at little cost.
+            return blocks[0].lease
+        own = [block for block in blocks if block.caller is caller]
+        same = [block for block in (own if frame is None else blocks) if block.frame is frame]
+        if same:
+            return same[-1].lease if frame is not None else _newest(same)
+        if own and len(own) == len(blocks):  # No other thread or task is in a block.
+            return _newest(own)
+        return self._of_another_caller(blocks)
 
-    def forget(self, caller: Hashable, lease: object) -> None:
+    def forget(self, lease: object) -> None:
         """Remove the lease of a block that is over, if it is here."""
-        if not self._remove(caller, lease):
-            any(self._remove(each, lease) for each in [*self._leases])
-        if self._unmatched and self._unmatched >= len(self._entries()):
-            self._leases.clear()  # All blocks have ended. A lease without other references is no longer renewed.
-            self._unmatched = 0
+        self._begun.pop(id(lease), None)
+        if self._unmatched:
+            left = [*self._begun.values()]
+            if (ends := len(self._unmatched)) >= len(left):  # All these blocks have ended, though others may begin now.
+                for block in left:  # A lease without other references is no longer renewed.
+                    self._begun.pop(id(block.lease), None)
+                del self._unmatched[:ends]
 
-    def _remove(self, caller: Hashable, lease: object) -> bool:
-        """Remove the lease if this caller's block has it, and return whether it has; may be repeated."""
-        blocks = self._leases.get(caller)
-        if blocks is None:
-            return False
-        others = [block for block in blocks if block.lease is not lease]
-        is_here = len(others) < len(blocks)
-        if others:
-            blocks[:] = others
-        else:
-            self._leases.pop(caller, None)
-        return is_here
-
-    def _of_another_caller(self) -> Any:
-        blocks = self._entries()
+    def _of_another_caller(self, blocks: list[_Block]) -> Any:
         # A generator may go on in another thread than the one that has ended.
         ended = [block for block in blocks if block.frame is None and _has_ended(block.caller)]
-        if len(blocks) == self._unmatched + 1:  # As many blocks have ended as have begun.
+        if len(blocks) == len(self._unmatched) + 1:  # As many blocks have ended as have begun.
             return blocks[-1].lease
         if len(ended) == 1:
             return ended[0].lease
-        self._unmatched += 1
+        self._unmatched.append(None)
         logger.warning(
             "dlock: a block ended in another thread or task than the one it began in, and it is unknown which of %d "
             "leases belongs to it: its lease is held until all blocks of this lock object have ended. Create a lock "
@@ -119,8 +116,10 @@ class Blocks:
         )
         return None
 
-    def _entries(self) -> list[_Block]:
-        return [block for blocks in [*self._leases.values()] for block in blocks]
+
+def _newest(blocks: list[_Block]) -> Any:
+    """Return the lease of the newest of a caller's blocks."""
+    return blocks[-1].lease
 
 
 def _generator_of_block() -> FrameType | None:
@@ -202,4 +201,4 @@ async def end_block(
     try:
         await lease._leave_block(runtime, error)
     finally:
-        blocks.forget(caller, lease)
+        blocks.forget(lease)

@@ -136,7 +136,7 @@ class _Lock:
                 enter(lease)
         except BaseException:
             if lease is not None:
-                self._blocks.forget(caller, lease)
+                self._blocks.forget(lease)
             await _give_back(held, membership, acquisition)
             raise
         return lease

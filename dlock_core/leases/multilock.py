@@ -298,7 +298,7 @@ class _MultiLock:
             if lease is not None:
                 for handle in lease:
                     handle._held.leave(handle._membership)  # noqa: SLF001 - the handles of one package
-                self._blocks.forget(caller, lease)
+                self._blocks.forget(lease)
             forget_held([each.held for each in acquisitions if each.held is not None])
             raise
 

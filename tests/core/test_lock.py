@@ -7,10 +7,12 @@ import copy
 import gc
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from dlock_core import (
     Released,
 )
 from dlock_core.backend import Capabilities
+from dlock_core.leases import blocks as blocks_module
 from dlock_core.leases.callers import held_names
 from dlock_core.leases.lease import LeaseRecord, Membership
 from dlock_core.stores import Store
@@ -370,7 +373,7 @@ def test_block_of_a_generator_ends_with_its_own_lease_in_whatever_thread(
         leases[number].ensure_held()
         half(number, threads[number // 2])
         assert leases[number].remaining() == 0
-    assert not lock._blocks._leases
+    assert not lock._blocks
     assert not caplog.text
 
 
@@ -410,7 +413,7 @@ def test_block_that_ends_in_another_thread_never_takes_the_lease_of_a_live_calle
     assert "it is unknown which" in caplog.text
     lease.ensure_held()
     second(other.end)  # Its own block ends with its own lease ...
-    assert not lock._blocks._leases  # ... so the other one must be over, too, and nothing keeps it alive.
+    assert not lock._blocks  # ... so the other one must be over, too, and nothing keeps it alive.
 
 
 def test_block_that_ends_in_another_thread_takes_the_only_lease_there_is(store: MemoryBackend) -> None:
@@ -441,7 +444,7 @@ def test_callers_whose_threads_have_both_ended_are_not_confused(store: MemoryBac
     in_thread(one.end)
     assert [lease._held.ended for lease in leases] == [None, None]
     in_thread(two.end)
-    assert not lock._blocks._leases
+    assert not lock._blocks
     later, alive = Half(lock), Stay()
     lease = alive(later.begin)
     in_thread(later.end)  # It is certain again: this lease is the only one.
@@ -470,7 +473,7 @@ def test_block_that_ends_in_another_task_never_takes_the_lease_of_a_live_task(st
         )  # In a third task, as a server ends a response that is no longer read.
         ended.set()
         await task
-        assert not lock._blocks._leases
+        assert not lock._blocks
 
     asyncio.run(main())
 
@@ -494,7 +497,7 @@ def test_streams_that_servers_end_in_tasks_of_their_own_release_their_leases(sto
             lease.ensure_held()
             await asyncio.create_task(_end(each))
             assert lease._held.ended is Released.RELEASED
-        assert not lock._blocks._leases
+        assert not lock._blocks
 
     asyncio.run(main())
 
@@ -511,6 +514,47 @@ def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryB
     again = second(lock.__enter__)
     second(lambda: lock.__exit__(None, None, None))
     assert again._held.ended is Released.RELEASED
+
+
+def ended_at(moment: int, block: Generator[Any, None, None], meanwhile: Callable[[], object]) -> bool:
+    """End a generator's block in a thread that is preempted at a bytecode; return whether there was such a bytecode."""
+    left, tracer = moment, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_globals is not vars(blocks_module):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == -1:
+                meanwhile()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(block, None)
+    finally:
+        sys.settrace(tracer)
+    return left < 0
+
+
+def test_block_that_begins_at_any_moment_while_another_thread_ends_one_is_kept(store: MemoryBackend) -> None:
+    owner = Stay()
+    for moment in range(10_000):
+        lock = Lock(store, "a", shared=True)
+        ending, live, leases = generator(lock), generator(lock), list[Any]()
+
+        def begin(block: Generator[Any, None, None], leases: list[Any] = leases) -> None:
+            leases.append(owner(partial(contextvars.copy_context().run, next, block)))
+
+        begin(ending)
+        if not ended_at(moment, ending, partial(begin, live)):
+            break
+        assert lock._blocks.innermost(None, live.gi_frame) is leases[1], moment
+        assert next(live, None) is None
+    assert moment > 50
+    assert held_names() == set()
 
 
 def test_each_holder_of_a_name_is_refused_a_second_time_while_others_hold_it_too(store: MemoryBackend) -> None:

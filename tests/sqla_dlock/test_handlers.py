@@ -955,7 +955,9 @@ def test_generator_would_run_after_the_lease_and_is_refused():
 
 
 @pytest.mark.parametrize("wrap", [lambda made: made, functools.partial])
-@pytest.mark.parametrize("decorate", [locked("order", 42, session=Session.object_session), retry_on_conflict(sessionmaker())])
+@pytest.mark.parametrize(
+    "decorate", [locked("order", 42, session=Session.object_session), retry_on_conflict(sessionmaker())]
+)
 def test_class_is_refused_because_its_methods_would_run_without_the_lease(decorate, wrap):
     class Report(CeleryTask):
         def run(self):
