@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.errors import DLockError
+from dlock_core.leases.callers import is_acquired_here
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ _CONTEXTLIB: Final = vars(contextlib)
 _HERE: Final = globals()
 _CAN_MOVE: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 """Only a generator can begin a block in one thread or task and end it in another."""
+_NO_BLOCK: Final = (
+    "this lock object is in no block that could end: end `with lock:` once, and what `lock.acquire()` returned by "
+    "`lease.release()`"
+)
 
 
 class _Block:
@@ -107,7 +112,8 @@ class Blocks:
             return blocks[-1].lease
         if len(ended) == 1:
             return ended[0].lease
-        self._unmatched.append(None)
+        if len(self._unmatched) < len(blocks):
+            self._unmatched.append(None)
         logger.warning(
             "dlock: a block ended in another thread or task than the one it began in, and it is unknown which of %d "
             "leases belongs to it: its lease is held until all blocks of this lock object have ended. Create a lock "
@@ -118,7 +124,12 @@ class Blocks:
 
 
 def _newest(blocks: list[_Block]) -> Any:
-    """Return the lease of the newest of a caller's blocks."""
+    """Return the lease of a caller's newest block; greenlets of one thread are told apart by their contexts."""
+    if len(blocks) > 1:
+        for block in reversed(blocks):
+            first = block.lease[0] if isinstance(block.lease, tuple) else block.lease
+            if is_acquired_here(first._held):
+                return block.lease
     return blocks[-1].lease
 
 
@@ -192,9 +203,12 @@ async def end_block(
     """Release the lease of a `with` block, and check that it was held to the end of the block.
 
     The list `ending` records which lease that is. A caller that was interrupted in this function calls it again with
-    the same list, so that the second call ends this block and not the one around it.
+    the same list, so that the second call ends this block and not the one around it. Raises RuntimeError if no thread
+    or task is in a block.
     """
     if not ending:
+        if not blocks:  # `from error`: not from the first call, if this is the second.
+            raise RuntimeError(_NO_BLOCK) from error
         ending += [blocks.innermost(caller, frame)]
     if (lease := ending[0]) is None:
         return

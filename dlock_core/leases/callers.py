@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
 
-__all__ = ["acquired_here", "find_held", "forget_held", "held_names", "note_held"]
+__all__ = ["find_held", "forget_held", "held_names", "is_acquired_here", "note_held"]
 
 SWEEP_EVERY: Final = 32
 """A context is cleared of ended leases after so many acquires, or as many as it holds, if those are more."""
@@ -49,7 +49,7 @@ def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | No
             for known in (_held.get(name), _held_besides.get((own, backend, name))):
                 if known is None or (held := known()) is None or held.caller is not own:
                     continue
-                is_here = not isinstance(caller, threading.Thread) or known in acquired_here()
+                is_here = not isinstance(caller, threading.Thread) or is_acquired_here(held)
                 if is_here and held.backend is backend and held.is_joinable():
                     return held
     return None
@@ -84,6 +84,11 @@ def acquired_here() -> Iterator[ref[LeaseRecord]]:
     while chain is not None:
         known, chain = chain
         yield known
+
+
+def is_acquired_here(held: LeaseRecord) -> bool:
+    """Return whether a thread has acquired a lease in this context or in one that it was copied from."""
+    return ref(held) in acquired_here()
 
 
 def forget_held(leases: Sequence[LeaseRecord]) -> None:

@@ -162,7 +162,7 @@ class Lock(_Lock, BlockExit):
     """A lock for threads and processes: `with Lock(connect("redis://localhost"), "order:42") as lease:`."""
 
     def acquire(self) -> Lease:
-        """Hold the lock, waiting at most `wait` seconds.
+        """Hold the lock, waiting at most `wait` seconds; `Lease.release` ends it, never the end of a `with lock`.
 
         Raises AcquireTimeout if other holders kept it all the time, AlreadyHeld if this thread holds it,
         BackendUnavailable if the store could not be reached.

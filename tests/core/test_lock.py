@@ -516,6 +516,66 @@ def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryB
     assert again._held.ended is Released.RELEASED
 
 
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a"])], ids=["Lock", "MultiLock"])
+def test_end_without_a_block_is_refused_and_counts_for_no_other_block(
+    store: MemoryBackend, kind: Any, name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock, first, second = kind(store, name, shared=True), Stay(), Stay()
+    with lock:
+        pass
+    wrong = ValueError("of the body")
+    for error in (None, wrong):
+        with pytest.raises(RuntimeError, match="in no block") as caught:
+            lock.__exit__(None, error, None)
+        assert caught.value.__cause__ is error
+    lease = lock.acquire()
+    with pytest.raises(RuntimeError, match="in no block"), contextlib.ExitStack() as stack:
+        stack.push(lock)
+    lease.ensure_held()
+    lease.release()
+    first(lock.__enter__)
+    live = second(lock.__enter__)
+    first(lambda: lock.__exit__(None, None, None))
+    live.ensure_held()
+    assert len(lock._blocks) == 1
+    second(lambda: lock.__exit__(None, None, None))
+    assert not caplog.text
+
+
+def test_end_of_an_async_block_that_has_not_begun_is_refused(store: MemoryBackend) -> None:
+    async def main() -> None:
+        lease = await AsyncLock(store, "a").acquire()
+        with pytest.raises(RuntimeError, match="in no block"):
+            await AsyncLock(store, "a").__aexit__(None, None, None)
+        await lease.release()
+
+    asyncio.run(main())
+
+
+def test_end_that_finds_no_block_at_the_last_moment_counts_for_no_other_block(store: MemoryBackend) -> None:
+    lock, first, second = Lock(store, "a", shared=True), Stay(), Stay()
+    assert lock._blocks.innermost(threading.current_thread()) is None
+    first(lock.__enter__)
+    second(lock.__enter__)
+    first(lambda: lock.__exit__(None, None, None))
+    assert len(lock._blocks) == 1
+    second(lambda: lock.__exit__(None, None, None))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a"])], ids=["Lock", "MultiLock"])
+def test_blocks_of_one_thread_in_two_contexts_end_with_their_own_leases(
+    store: MemoryBackend, kind: Any, name: Any
+) -> None:
+    """As the blocks of two greenlets."""
+    lock, here, there = kind(store, name, shared=True), contextvars.Context(), contextvars.Context()
+    first, second = here.run(lock.__enter__), there.run(lock.__enter__)
+    here.run(lock.__exit__, None, None, None)
+    second.ensure_held()
+    assert first.remaining() == 0.0
+    there.run(lock.__exit__, None, None, None)
+    assert second.remaining() == 0.0
+
+
 def ended_at(moment: int, block: Generator[Any, None, None], meanwhile: Callable[[], object]) -> bool:
     """End a generator's block in a thread that is preempted at a bytecode; return whether there was such a bytecode."""
     left, tracer = moment, sys.gettrace()
