@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_origin
 
 from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.util import ThreadLocalRegistry
 
 from dlock_core.runtime import ASYNCIO, BLOCKING
 from dlock_core.web.decorators import (
@@ -110,7 +111,8 @@ class Locked:
             types: The type of each argument, the same as in the endpoint, so that "042" and "42" are one order. Types
                 that `arg` has named need not be repeated.
 
-        Raises TypeError for a missing or superfluous type, and for parts that are functions.
+        Raises TypeError for a missing or superfluous type, for parts that are functions, and, in the request, for a
+        `scoped_session` of threads.
         """
         if any(map(is_function, self._parts)):
             raise TypeError(
@@ -123,6 +125,7 @@ class Locked:
 
         async def dependency(**given: Any) -> AsyncIterator[Any]:
             own = given.pop(_SESSION)
+            _refuse_thread_local(own)
             is_blocking = isinstance(own, Session | scoped_session)
             made = name(functools.partial(self._lock if is_blocking else self._alock, own), (), given)
             async with _in_threads(made) if is_blocking else made as lease:
@@ -192,6 +195,16 @@ def annotated(session: Any) -> Any:
     if get_origin(session) is Annotated:
         return session
     return Annotated[Any, Depends(session) if callable(session) else session]
+
+
+def _refuse_thread_local(session: Any) -> None:
+    """Raise TypeError for a registry that would give the lock another session than the endpoint."""
+    if isinstance(session, scoped_session) and isinstance(session.registry, ThreadLocalRegistry):
+        raise TypeError(
+            "this scoped_session has a session for each thread, and the endpoint runs in another thread than its "
+            "dependencies: let the session dependency yield the session itself, "
+            "`with sessions() as session: yield session`"
+        )
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -303,6 +304,45 @@ async def test_dependency_takes_the_session_dependency_in_every_form(make_engine
 
     assert (await post(app, "/42")).json() is True
     assert len(seen) == 1
+
+
+async def test_dependency_refuses_a_registry_that_has_another_session_in_the_thread_of_the_endpoint(make_engine):
+    registry = scoped_session(sessionmaker(make_engine("sqlite")))
+    app = FastAPI()
+
+    @app.post(
+        "/{order_id}", dependencies=[Depends(locked("order", "order_id").dependency(lambda: registry, order_id=int))]
+    )
+    def ship(order_id: int):
+        raise AssertionError("it would work without the fence")
+
+    with pytest.raises(TypeError, match=r"session for each thread.*yield session"):
+        await post(app, "/42")
+    assert not registry.registry.has()
+
+
+_request = ContextVar("_request", default=None)
+
+
+async def test_dependency_takes_a_registry_of_requests(make_engine, make_async_engine):
+    blocking = scoped_session(sessionmaker(make_engine("sqlite")), scopefunc=_request.get)
+    awaiting = async_scoped_session(async_sessionmaker(make_async_engine("aiosqlite")), scopefunc=asyncio.current_task)
+    once, once_async = (
+        locked("order", "order_id").dependency(get, order_id=int) for get in (lambda: blocking, lambda: awaiting)
+    )
+    app = FastAPI()
+
+    @app.post("/blocking/{order_id}")
+    def ship(lease: Annotated[Any, Depends(once)]):
+        return lease._tied._session() is blocking()
+
+    @app.post("/awaiting/{order_id}")
+    async def aship(lease: Annotated[Any, Depends(once_async)]):
+        return lease._tied._session() is awaiting().sync_session
+
+    assert (await post(app, "/blocking/42")).json() is True
+    assert (await post(app, "/awaiting/42")).json() is True
+    blocking.remove()
 
 
 async def test_waiting_requests_do_not_take_the_threads_that_the_holder_needs(make_engine, store):
