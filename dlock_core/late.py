@@ -1,4 +1,4 @@
-"""Work that would be done after the call of a decorated function, when its lock or transaction has ended: refused."""
+"""Work that a call only begins, and that is done after it or never: decorators and callbacks refuse it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final
 
-__all__ = ["LateWork", "bare"]
+__all__ = ["LateWork", "kind_of_late", "runs_later"]
 
 _ENQUEUES: Final = ("apply_async", "call_local", "send_with_options", "enqueue", "delay", "defer", "kiq")
 """Methods of tasks: of Celery, huey, dramatiq, Django, Prefect, procrastinate and taskiq, in this order."""
 
+_LATE_FUNCTIONS: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _MANAGERS: Final = (contextlib._GeneratorContextManager, contextlib._AsyncGeneratorContextManager)  # noqa: SLF001 - no other name
 _NOT_YET_RUN: Final = (CoroutineType, GeneratorType, AsyncGeneratorType, *_MANAGERS)
 """What a call returns whose body has not run; a streaming response is none of them, because its author knows."""
@@ -32,7 +33,7 @@ class LateWork:
 
     def refuse_function(self, function: Any) -> None:
         """Raise TypeError for what is no function, or one whose call only makes an object, a task or a generator."""
-        function = bare(function)
+        function = _bare(function)
         if inspect.isclass(function):
             raise TypeError(
                 f"{self.decorator} decorates a function or method, not {function!r:.80}, of which it would cover only "
@@ -56,16 +57,31 @@ class LateWork:
 
     def refuse_answer(self, function: Any, answer: Any, if_coroutine: str) -> Any:
         """Return the answer of a call; raises TypeError, with advice, if the work is still to be done."""
-        if not isinstance(answer, _NOT_YET_RUN):
+        kind = kind_of_late(answer)
+        if not kind:
             return answer
-        kind, advice = "context manager" if isinstance(answer, _MANAGERS) else "generator", self.instead
-        if isinstance(answer, CoroutineType):
-            answer.close()  # Python would warn that it was never awaited.
-            kind, advice = "coroutine", if_coroutine
+        advice = if_coroutine if kind == "coroutine" else self.instead
         raise TypeError(f"{self.decorator}: {function!r} returned a {kind}, which runs after {self.end}: {advice}")
 
 
-def bare(function: Any) -> Any:
+def runs_later(function: Any) -> bool:
+    """Return whether a call of the function certainly runs nothing: it makes a coroutine or a generator."""
+    function = _bare(function)
+    called = (function, getattr(type(function), "__call__", None))  # noqa: B004 - of an object, whether it is async
+    return any(is_late(each) for is_late in _LATE_FUNCTIONS for each in called)
+
+
+def kind_of_late(answer: Any) -> str:
+    """Return what a call has made in place of running, such as "coroutine"; an empty text if the answer is a result."""
+    if not isinstance(answer, _NOT_YET_RUN):
+        return ""
+    if isinstance(answer, CoroutineType):
+        answer.close()  # Python would warn that it was never awaited.
+        return "coroutine"
+    return "context manager" if isinstance(answer, _MANAGERS) else "generator"
+
+
+def _bare(function: Any) -> Any:
     """Return the function in a partial or staticmethod: what its call does is decided by the function."""
     while isinstance(function, partial | staticmethod):
         function = function.func if isinstance(function, partial) else function.__func__

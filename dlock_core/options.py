@@ -10,9 +10,11 @@ import inspect
 import math
 import re
 from datetime import timedelta
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from urllib.parse import unquote
+
+from dlock_core.late import runs_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -126,18 +128,17 @@ def check_switches(**given: object) -> None:
 
 
 def check_callback(name: str, value: object, *arguments: object) -> None:
-    """Raise TypeError for a value that cannot be called with such arguments, and for one that would have to be awaited.
+    """Raise TypeError for a value that cannot be called with such arguments, and for an async or generator function.
 
     Otherwise each call would fail, or do nothing, when no caller can learn of it.
     """
     wanted = f"{name} is a function {'with one argument' if arguments else 'without arguments'}"
     if not callable(value):
         raise TypeError(f"{wanted}, not {type(value).__name__}: {value!r:.80}")
-    function: Any = value
-    while isinstance(function, partial):
-        function = function.func
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"{name} is called where nothing awaits it: pass a plain function")
+    if runs_later(value):
+        raise TypeError(
+            f"{name} is called where nothing awaits or iterates it: pass a plain function, not {value!r:.80}"
+        )
     try:
         inspect.signature(value).bind(*arguments)
     except TypeError:

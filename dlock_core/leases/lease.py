@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, ref
 
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
+from dlock_core.late import kind_of_late
 from dlock_core.observability import hooks
 from dlock_core.runtime import clock
 from dlock_core.scheduler import CallbackThread, after_fork_in_child, callback_thread
@@ -361,7 +362,8 @@ class LeaseRecord:
         hooks.emit("lost", self.name, self.token, self.now() - self.since, reason, lease=self)
         if on_lost is not None:
             try:
-                on_lost()
+                if late := kind_of_late(on_lost()):
+                    logger.error("dlock: on_lost of lock %r did nothing: it returned a %s", self.name, late)
             except BaseException:
                 with suppress(BaseException):
                     logger.exception("dlock: on_lost of lock %r failed", self.name)

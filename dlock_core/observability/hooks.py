@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
+from dlock_core.late import kind_of_late
 from dlock_core.options import check_callback
 from dlock_core.scheduler import is_own_thread
 
@@ -91,7 +92,8 @@ def emit(  # noqa: PLR0917 - by position where it costs
     """Call all hooks with an event; costs next to nothing if there are none."""
     for hook in subscribed:
         try:
-            hook(Event(kind, name, token, seconds, reason, contended, lease))
+            if late := kind_of_late(hook(Event(kind, name, token, seconds, reason, contended, lease))):
+                logger.error("dlock: a hook did nothing on %s of lock %r: it returned a %s", kind, name, late)
         except BaseException as error:  # In a caller's thread it may be the caller's own Ctrl-C.
             if not isinstance(error, Exception | SystemExit) and not is_own_thread():
                 raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NoSuchKey
-from dlock_core.late import LateWork
+from dlock_core.late import LateWork, runs_later
 from dlock_core.names import join
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Argument:
     def __init__(self, name: str, kind: Callable[[Any], Any] | None = None) -> None:
         if not isinstance(name, str):
             raise TypeError(f"the name of an argument is text, not {type(name).__name__}")
-        if kind is not None and (not callable(kind) or inspect.iscoroutinefunction(kind)):
+        if kind is not None and (not callable(kind) or runs_later(kind)):
             raise TypeError(f"the type of the argument {name!r} is a type or a function, not {kind!r:.80}")
         self.name, self.kind = name, kind
 
@@ -84,7 +84,7 @@ def arg(name: str, kind: Callable[[Any], Any] | None = None) -> Argument:
 def placeholders(parts: Iterable[Any]) -> tuple[Any, ...]:
     """Return the parts with a placeholder for every text; raises TypeError for a part that is a coroutine function."""
     for part in parts:
-        if inspect.iscoroutinefunction(part) or inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part):
+        if runs_later(part):
             raise TypeError(f"@locked: {part!r} cannot name a lock: it has to be a plain function that returns a key")
     return tuple(Argument(part) if isinstance(part, str) else part for part in parts)
 

@@ -10,6 +10,7 @@ from dlock_core import Lock
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
+from tests.waiting import until
 
 
 def test_hook_sees_a_lock_taken_and_released() -> None:
@@ -61,6 +62,25 @@ def test_hook_that_cannot_be_called_with_an_event_is_refused(hook: Any) -> None:
     with pytest.raises(TypeError, match=r"^hook is "):
         hooks.subscribe(hook)
     assert hooks.subscribed == before
+
+
+def test_callback_whose_answer_was_never_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def stop(*_: object) -> None:
+        pass
+
+    def hook(event: hooks.Event) -> object:
+        return stop(event)
+
+    store = MemoryBackend()
+    hooks.subscribe(hook)  # type: ignore[arg-type]
+    try:
+        lease = Lock(store, "late", on_lost=lambda: stop()).acquire()  # type: ignore[arg-type, return-value]  # noqa: PLW0108
+    finally:
+        hooks.unsubscribe(hook)  # type: ignore[arg-type]
+    lease._held.lose("a test")
+    lease.release()
+    until(lambda: "on_lost of lock 'late' did nothing: it returned a coroutine" in caplog.text)
+    assert "a hook did nothing on acquired of lock 'late': it returned a coroutine" in caplog.text
 
 
 def test_unknown_hook_may_be_unsubscribed() -> None:

@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -19,6 +19,9 @@ from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.sql.row_locks import RowLock
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
 
 async def later() -> None:
     pass
@@ -27,6 +30,12 @@ async def later() -> None:
 class Later:
     async def __call__(self) -> None:
         pass
+
+    def generator(self) -> Iterator[None]:
+        yield
+
+    async def async_generator(self) -> AsyncIterator[None]:
+        yield
 
 
 def core(**options: Any) -> Any:
@@ -90,10 +99,16 @@ def test_option_of_a_wrong_type_is_refused_by_its_name(make: Any, options: dict[
 @pytest.mark.parametrize("make", ONE)
 @pytest.mark.parametrize(
     "on_lost",
-    [Later(), partial(later), partial(Later()), AsyncMock(), lambda lease: lease],
-    ids=["object", "partial", "partial of an object", "mock", "argument"],
-)
-def test_callback_that_would_be_awaited_or_given_something_is_refused(make: Any, on_lost: Any) -> None:
+    [
+        Later(), partial(later), partial(Later()), AsyncMock(), lambda lease: lease,
+        Later().generator, Later().async_generator, staticmethod(later), partial(staticmethod(later)),
+    ],
+    ids=[
+        "object", "partial", "partial of an object", "mock", "argument",
+        "generator", "async generator", "staticmethod", "partial of a staticmethod",
+    ],
+)  # fmt: skip
+def test_callback_that_would_be_awaited_iterated_or_given_something_is_refused(make: Any, on_lost: Any) -> None:
     with pytest.raises(TypeError, match=r"^on_lost is "):
         make(on_lost=on_lost)
 
