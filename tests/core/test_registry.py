@@ -218,6 +218,34 @@ class TunnelToMaster(redis.sentinel.SentinelManagedConnection):
     """The same behind Sentinels."""
 
 
+class Elsewhere(redis.ConnectionPool):
+    """It decides itself where its connections lead."""
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+class MakesOther(redis.BlockingConnectionPool):
+    def make_connection(self) -> Any:
+        raise AssertionError
+
+
+class AsyncElsewhere(redis.asyncio.ConnectionPool):
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+class OwnMaster(redis.sentinel.SentinelConnectionPool):
+    def get_master_address(self) -> Any:
+        raise AssertionError
+
+
+class Named(redis.ConnectionPool):
+    """It changes nothing about connections."""
+
+    title = "orders"
+
+
 def cluster_client(**options: Any) -> Any:
     """Return what dlock reads of a RedisCluster client, which cannot be made without a server."""
     nodes = {"h:1": SimpleNamespace(host="h", port=1)}
@@ -242,6 +270,11 @@ SENTINEL = redis.Sentinel([("h", 1)])
         SENTINEL.master_for("shop", redis_connect_func=print),
         redis.Sentinel([("h", 1)], sentinel_kwargs={"redis_connect_func": print}).master_for("shop"),
         cluster_client(connection_class=Tunnel),
+        Elsewhere(),
+        redis.Redis(connection_pool=Elsewhere()),
+        redis.Redis(connection_pool=MakesOther()),
+        redis.asyncio.Redis(connection_pool=AsyncElsewhere()),
+        SENTINEL.master_for("shop", connection_pool_class=OwnMaster),
     ],
 )
 def test_client_that_connects_in_its_own_way_is_refused(client: Any) -> None:
@@ -256,6 +289,10 @@ def test_redlock_and_cluster_refuse_a_client_that_connects_in_its_own_way() -> N
     client = cluster_client()
     client.user_on_connect_func = print
     with pytest.raises(TypeError, match="pass a URL"):
+        connect(client)
+    client = cluster_client()
+    client.nodes_manager.connection_pool_class = Elsewhere
+    with pytest.raises(TypeError, match=r"Elsewhere\.get_connection.*pass a URL"):
         connect(client)
 
 
@@ -274,6 +311,9 @@ def test_redlock_and_cluster_refuse_a_client_that_connects_in_its_own_way() -> N
         cluster_client(redis_connect_func=redis.cluster.RedisCluster.on_connect),  # redis-py always sets it
         redis.asyncio.RedisCluster("h", load_balancing_strategy=redis.cluster.LoadBalancingStrategy.ROUND_ROBIN),
         redis.asyncio.RedisCluster("h", ssl=True),
+        redis.BlockingConnectionPool(),
+        redis.asyncio.BlockingConnectionPool(),
+        Named(),
     ],
 )
 def test_every_kind_of_connection_of_redis_py_itself_is_accepted(client: Any) -> None:

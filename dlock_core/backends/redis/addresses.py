@@ -65,6 +65,9 @@ _CONNECTION_CLASSES: Final[dict[type, tuple[Any, Any]]] = {
 }
 """What is used for connections like those of a class of redis-py. A subclass may connect to another server."""
 
+_POOL_METHODS: Final = ("get_connection", "make_connection", "get_master_address")
+"""What decides in a pool of redis-py where a connection leads."""
+
 
 def pool_from_url(url: str) -> Any:
     """Parse redis://, rediss:// and unix:// as redis-py does; raises ValueError, without the password."""
@@ -108,7 +111,7 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
     if kind is None:
         raise TypeError(f"dlock cannot use this as a redis-py client or pool: {type(client).__name__}")
-    _refuse_own_way(kind, given.get("redis_connect_func"))
+    _refuse_own_way(kind, given.get("redis_connect_func"), type(pool))
     given["socket_connect_timeout"] = min(given.get("socket_connect_timeout") or limit, limit)
     blocking, awaiting = (partial(one, **_adopted(one, given)) for one in _CONNECTION_CLASSES[kind])
     try:
@@ -119,15 +122,23 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     return blocking, partial(awaiting, socket_timeout=None)
 
 
-def _refuse_own_way(kind: Any, on_connect: object) -> None:
+def _refuse_own_way(kind: Any, on_connect: object, pool: type) -> None:
     """Raise TypeError for a client whose own code connects: it may reach another server than dlock would, or none."""
     if kind not in _CONNECTION_CLASSES:
         own = f"its own connection class, {kind.__name__}, which dlock would not use"
     elif on_connect is not None:
         own = "a redis_connect_func, which dlock would not call"
+    elif method := next(filter(partial(_is_own, pool), _POOL_METHODS), None):
+        own = f"its own {pool.__name__}.{method}(), which dlock would not call"
     else:
         return
     raise TypeError(f"this client has {own}: pass a URL of the server, or in tests memory://")
+
+
+def _is_own(pool: type, method: str) -> bool:
+    """Return whether a method of a pool's class is defined outside redis-py."""
+    owners = [kind for kind in pool.__mro__ if method in vars(kind)]
+    return bool(owners) and owners[0].__module__.partition(".")[0] != redis.__name__
 
 
 def _adopted(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +223,7 @@ def seeds_from_client(client: Any) -> Seeds:
     given = dict(manager.connection_kwargs)
     given.pop("redis_connect_func", None)  # that of redis-py itself, for replicas, which are never used
     kind = given.get("connection_class") or (redis.SSLConnection if given.get("ssl") else redis.Connection)
-    _refuse_own_way(kind, getattr(client, "user_on_connect_func", None))
+    pool = getattr(manager, "connection_pool_class", redis.ConnectionPool)
+    _refuse_own_way(kind, getattr(client, "user_on_connect_func", None), pool)
     nodes = [(node.host, node.port) for node in manager.startup_nodes.values()]
     return Seeds(nodes, kind, given, manager.address_remap)
