@@ -32,7 +32,7 @@ from sqla_dlock.names import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-    from typing import Unpack
+    from typing import Never, Unpack
 
     from sqla_dlock.locks import AsyncLock, Lease, Lock, LockOptions
 
@@ -70,8 +70,22 @@ def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[Lo
     return Locked((kind, *placeholders(arguments)), session, options)
 
 
+class _NoDependency:
+    """Refuses to be the signature of a decorator: FastAPI reads it, in `Depends(locked(...))`, while it is imported."""
+
+    def __get__(self, decorator: Locked | None, kind: type[Locked]) -> Never:
+        if decorator is None:
+            raise AttributeError("__signature__")
+        raise TypeError(
+            "@locked itself is no dependency: write Depends(locked(...).dependency(get_session, order_id=int)), "
+            "with the session dependency and the types of the endpoint"
+        )
+
+
 class Locked:
-    """A decorator, and a dependency of FastAPI; see `locked`."""
+    """A decorator, and, by its method `dependency`, a dependency of FastAPI; see `locked`."""
+
+    __signature__ = _NoDependency()
 
     def __init__(self, parts: tuple[Any, ...], session: Any, options: LockOptions) -> None:
         self._parts, self._session, self._options = parts, session, options

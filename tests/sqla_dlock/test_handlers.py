@@ -37,7 +37,7 @@ from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store
 from sqla_dlock import stores
-from sqla_dlock.handlers import _in_threads, locked
+from sqla_dlock.handlers import Locked, _in_threads, locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
 from sqla_dlock.retry import retry_on_conflict
@@ -304,6 +304,18 @@ async def test_dependency_takes_the_session_dependency_in_every_form(make_engine
 
     assert (await post(app, "/42")).json() is True
     assert len(seen) == 1
+
+
+def test_decorator_as_a_dependency_is_refused_at_import():
+    def show(order_id: int, lease: Annotated[Any, Depends(locked("order", "order_id"))]):
+        pass
+
+    app = FastAPI()
+    with pytest.raises(TypeError, match=r"write Depends\(locked\(...\)\.dependency\("):
+        app.get("/{order_id}")(show)
+    with pytest.raises(TypeError, match=r"write Depends\(locked\(...\)\.dependency\("):
+        app.get("/{order_id}", dependencies=[Depends(locked("order", "order_id"))])(lambda order_id: None)
+    assert [*inspect.signature(Locked).parameters] == ["parts", "session", "options"]
 
 
 async def test_dependency_refuses_a_registry_that_has_another_session_in_the_thread_of_the_endpoint(make_engine):
