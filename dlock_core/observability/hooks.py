@@ -92,12 +92,14 @@ def emit(  # noqa: PLR0917 - by position where it costs
     """Call all hooks with an event; costs next to nothing if there are none."""
     for hook in subscribed:
         try:
-            if late := kind_of_late(hook(Event(kind, name, token, seconds, reason, contended, lease))):
-                logger.error("dlock: a hook did nothing on %s of lock %r: it returned a %s", kind, name, late)
+            answer: object = hook(Event(kind, name, token, seconds, reason, contended, lease))
         except BaseException as error:  # In a caller's thread it may be the caller's own Ctrl-C.
             if not isinstance(error, Exception | SystemExit) and not is_own_thread():
                 raise
             logger.exception("dlock: a hook failed on %s of lock %r", kind, name)
+        else:
+            if late := kind_of_late(answer):
+                logger.error("dlock: a hook did nothing on %s of lock %r: it returned a %s", kind, name, late)
 
 
 def emit_conflict(error: E) -> E:
