@@ -165,6 +165,7 @@ class LeaseHandle(LeaseView):
         if held is None or held.ended is not None or not held.count_out(self._membership):
             return
         if not held.has_handles:
+            held.abandon()  # Something may still refer to the record, such as the traceback of a failed renewal.
             forget_held((held,))
         if held.remaining() > 0.0:
             text = f"{self!r} was never released: it runs out by itself"

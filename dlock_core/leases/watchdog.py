@@ -38,8 +38,8 @@ class Watchdog:
     """The thread that renews the leases of one store, in batches: one request for any number of leases.
 
     The answer to a renewal is renewed, lost, or missing. A missing answer is not a loss: the renewal is repeated soon,
-    and the lease is lost when its validity is over. The watchdog has only weak references to leases, so one that is no
-    longer referenced elsewhere runs out. (Idea: the lease monitor of madelson/DistributedLock.)
+    and the lease is lost when its validity is over. The watchdog has only weak references to leases. A lease whose
+    handles are garbage-collected is abandoned, and runs out. (Idea: the lease monitor of madelson/DistributedLock.)
     """
 
     def __init__(self) -> None:

@@ -115,6 +115,27 @@ def test_short_lease_is_renewed_although_a_long_one_is_due_later(store: Flaky) -
 
 
 @often
+@pytest.mark.filterwarnings("ignore:.*was never released:ResourceWarning")
+def test_lease_that_is_thrown_away_runs_out_although_a_failed_renewal_still_refers_to_it(store: Flaky) -> None:
+    """An error that is kept, or waits in a cycle for the garbage collector, keeps the watchdog's frames alive."""
+    kept: list[BackendUnavailable] = []
+
+    async def fail(runtime: Any, requested: Any) -> list[RenewalResult]:
+        kept.append(BackendUnavailable("a", reason="down"))
+        raise kept[-1]
+
+    lease = Lock(store, "a", ttl=60).acquire()
+    held = weakref.ref(lease._held)
+    store.renew = fail  # type: ignore[method-assign]
+    until(lambda: kept)
+    del store.renew
+    del lease
+    known = held()
+    assert known is not None, "the error's traceback leads to it"
+    assert not known.is_to_be_renewed()
+
+
+@often
 def test_one_thread_for_any_number_of_leases(store: Flaky) -> None:
     before = sum(thread.name == "dlock-watchdog" for thread in threading.enumerate())
     leases = [Lock(store, f"a:{number}", ttl=60).acquire() for number in range(300)]
