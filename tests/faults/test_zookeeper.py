@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.protocol.serialization import Exists
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
+from dlock_core.backends.zookeeper.session import KazooReply
 from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
@@ -181,6 +183,18 @@ def test_creation_whose_reply_was_lost_is_one_grant(
     assert broken.happened
     assert holders(direct, "a") == [lease.holder]
     assert waiters(direct, "a") == []
+    assert harness.do(lease.release) is Released.RELEASED
+    assert is_untouched(direct, "a")
+
+
+def test_request_that_a_signal_handler_cut_off_before_it_was_sent_holds_up_no_later_one(
+    harness: Harness, direct: ZooKeeperBackend, backend: ZooKeeperBackend
+) -> None:
+    """kazoo appends a request to its queue, and then wakes its thread with one byte, which an interrupt can prevent."""
+    warm_up(harness)
+    kazoo = backend._session._kazoo
+    kazoo._queue.append((Exists("/", None), KazooReply()))
+    lease = harness.acquire("a", wait=0)
     assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")
 

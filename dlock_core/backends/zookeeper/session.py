@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote
 
-from kazoo.client import KazooClient
+from kazoo.client import CLOSED_STATES, KazooClient
 from kazoo.exceptions import (
     AuthFailedError,
     ConnectionClosedError,
@@ -111,8 +111,7 @@ class ZooKeeperSession:
         # ZooKeeper answers the requests of a session in order, so only the last reply has to wake us. Waking a thread
         # or a loop costs more than the request.
         replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]
-        for request, reply in zip(requests, replies, strict=True):
-            client._call(request, reply)
+        _send(client, list(zip(requests, replies, strict=True)))
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
             self._drop(client, connection)
             raise BackendUnavailable(name, reason=f"no answer within {format_seconds(limit)}")
@@ -231,7 +230,19 @@ class ZooKeeperSession:
         """Make kazoo connect to another server, unless it has already done so."""
         if self._is_usable(client) and connection == self._connections:
             self._dropped = connection
-            client._call(_CONNECTION_DROP, KazooReply())
+            _send(client, [(_CONNECTION_DROP, KazooReply())])
+
+
+def _send(client: Any, requests: list[tuple[Any, KazooReply]]) -> None:
+    """Queue requests for kazoo's thread, and wake it; `KazooClient._call` swallows what a signal handler raises."""
+    waker = client._connection._write_sock
+    if client._state in CLOSED_STATES or waker is None:
+        for request, reply in requests:
+            client._call(request, reply)  # sets the error
+        return
+    client._queue.extend(requests)
+    with suppress(OSError):  # The client has just been closed.
+        waker.send(bytes(len(requests)))
 
 
 def checked(name: str, answer: Any) -> Any:
@@ -320,6 +331,11 @@ class Stream(socket.socket):
         """Read the available data; to be called when there is some, or the end."""
         self._ahead += super().recv(MAX_READ_BYTES)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether kazoo's queue contains requests that have not been sent."""
+        return bool(self._queue)
+
     def pending(self) -> int:
         """Return how many bytes have been read."""
         return len(self._ahead)
@@ -331,11 +347,22 @@ class Stream(socket.socket):
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """Limits kazoo's waits while it connects, and calls watchers at once: ours only set a signal."""
+    """Limits kazoo's waits while it connects, and calls watchers at once: ours only set a signal.
+
+    kazoo sends one request for each byte that its thread reads from a pair of sockets. `select` adds the bytes that are
+    missing because a signal handler raised before the caller could write them: otherwise each request would wait for
+    the next one, and so would the order to reconnect.
+    """
 
     def __init__(self, limit: float) -> None:
         super().__init__()
         self._limit = limit
+        self._waker: Any = None
+
+    def create_socket_pair(self) -> tuple[Any, Any]:
+        """Create the pair, and keep the end that wakes kazoo's thread."""
+        reader, self._waker = super().create_socket_pair()
+        return reader, self._waker
 
     def create_connection(self, *args: Any, **options: Any) -> Stream:
         """Connect within the limit, not within a session's length."""
@@ -350,15 +377,20 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         """
         if writers:
             return [], writers, []
-        stream, *_ = readers
+        stream, *wakes = readers
         if stream.pending():
             return [stream], [], []
-        if timeout is not None and len(readers) == 1:
+        if timeout is not None and not wakes:
             timeout = min(timeout, self._limit)
+        if wakes and stream.has_requests:
+            timeout = 0.0
         found = select.poll()
         for one in readers:
             found.register(one, select.POLLIN)
         ready = [fd for fd, _ in found.poll(None if timeout is None else 1000 * timeout)]
+        if wakes and stream.has_requests and wakes[0].fileno() not in ready:
+            self._waker.send(b"\0")
+            ready.append(wakes[0].fileno())
         if stream.fileno() in ready:
             stream.fill()
         return [one for one in readers if one.fileno() in ready], [], []
