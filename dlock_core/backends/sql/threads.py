@@ -53,15 +53,23 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def within(limit: float, connect: Callable[[], Connection]) -> Connection:
-    """Open a connection within `limit` seconds, even if its driver has no limits; a late connection is closed."""
+    """Open a connection within `limit` seconds, even if its driver has no limits.
+
+    A connection for which the caller no longer waits, because it is late or a signal handler has raised, is closed.
+    """
     opened: Future[Connection] = Future()
-    threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
     try:
+        threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
         return opened.result(limit)
-    except TimeoutError:
-        if opened.cancel():
-            raise TimeoutError(f"no connection within {format_seconds(limit)}") from None
-        return opened.result()  # it was opened at this very moment
+    except BaseException as error:
+        is_late = opened.cancel()
+        if isinstance(error, TimeoutError):
+            if is_late:
+                raise TimeoutError(f"no connection within {format_seconds(limit)}") from None
+            return opened.result()  # it was opened at this very moment
+        if not is_late and opened.exception() is None:  # A signal handler has raised.
+            opened.result().close()
+        raise
 
 
 def _connect(connect: Callable[[], Connection], opened: Future[Connection]) -> None:
