@@ -319,6 +319,16 @@ class Pooled:
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_session_that_has_lost_its_lock_is_closed_at_the_release(store):
+    """Such as by DISCARD ALL: the session holds unknown things, and no later holder may get it."""
+    lease = Lock(store, NAME, renew=False).acquire()
+    connection = store._reservations[lease._held.request.holder].connection
+    run(connection.step(BLOCKING, NAME, lambda session: session.execute("SELECT pg_advisory_unlock_all()")))
+    assert lease.release() is Released.EXPIRED
+    assert not connection.is_open
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monkeypatch):
     """In one session, each would be granted the other's lock, as one that the session already has."""
     lease = Lock(store, NAME).acquire()

@@ -85,9 +85,9 @@ class SessionBackend:
             await self._server.end(runtime, request.name, reservation.connection.number)
         else:
             is_free = not reservation.token or await self._unlock(runtime, reservation)
-        if self._reservations.pop(request.holder, None) is not None and is_free:
+        if self._reservations.pop(request.holder, None) is not None:
             # Only now: a repeated abandon must not find another request's connection.
-            self._connections.keep(reservation.connection)
+            self._give_back(reservation, is_free=is_free)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; if the server is slow, the others only get the rest of the time."""
@@ -102,8 +102,9 @@ class SessionBackend:
         reservation = self._reservations.pop(request.holder, None)
         if reservation is not None and reservation.connection.is_open:
             try:
-                if await self._unlock(runtime, reservation):
-                    self._connections.keep(reservation.connection)
+                is_free = await self._unlock(runtime, reservation)
+                self._give_back(reservation, is_free=is_free)
+                if is_free:
                     return Released.RELEASED
             except BackendUnavailable:
                 if not reservation.connection.had_ended:
@@ -210,6 +211,13 @@ class SessionBackend:
             return self._server.unlock(reservation.connection, reservation.request)
 
         return await reservation.connection.step(runtime, reservation.request.name, unlock)
+
+    def _give_back(self, reservation: Reservation, *, is_free: bool) -> None:
+        """Keep a connection that holds no lock for the next holder, and close one that may hold anything."""
+        if is_free:
+            self._connections.keep(reservation.connection)
+        else:
+            reservation.connection.close()
 
     def _held(self) -> list[Reservation]:
         return [reservation for reservation in list(self._reservations.values()) if reservation.token]
