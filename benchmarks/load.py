@@ -170,13 +170,15 @@ def in_trouble(where: Place, trouble: Trouble, wait: float, slack: float) -> tup
         buying.start()
         for act in (trouble.begin, trouble.end):
             time.sleep(CALM_S if act is trouble.begin else seconds)
+            moments.append(time.monotonic())
             act(where, proxy)
             moments.append(time.monotonic())
         time.sleep(CALM_S + promises.RECOVERY_S + slack)
         over.append(True)
         buying.join()
         tally = count()
-    fault = Fault(moments[0], moments[1], wait, trouble.is_dead, slack)
+    _, begin, healing, end = moments
+    fault = Fault(begin, healing, end, wait, trouble.is_dead, slack)
     found = [*promises.of_data(tally, crowd.answers), *promises.of_answers(crowd.answers, fault)]
     return list(phases(crowd.answers, fault)), [f"Redis {trouble.name}: {what}" for what in found]
 

@@ -28,12 +28,13 @@ class Tally(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """When Redis became slow or dead, and when it recovered; `wait` is WAIT of the settings.
+    """When Redis had become slow or dead, began to recover and had recovered; `wait` is WAIT of the settings.
 
-    `slack` is added to each bound, in seconds, for tests on a busy machine.
+    A Redis that starts serves requests before its start is known to be over. `slack` is added to each bound, in seconds, for tests on a busy machine.
     """
 
     begin: float
+    healing: float
     end: float
     wait: float
     is_dead: bool
@@ -63,7 +64,7 @@ def of_answers(answers: Sequence[Answer], fault: Fault) -> Iterator[str]:
     allowed = IN_GOOD_TIMES | {UNAVAILABLE} if fault.is_dead else IN_GOOD_TIMES
     yield from wrong("orders", (one for one in orders if one.status not in allowed))
     if fault.is_dead:
-        inside = [one for one in orders if one.sent > fault.begin and one.ended < fault.end]
+        inside = [one for one in orders if one.sent > fault.begin and one.ended < fault.healing]
         yield from wrong("orders while Redis was dead", (one for one in inside if one.status != UNAVAILABLE))
         if not inside:
             yield "no request was answered while Redis was dead: the fault was too short to show anything"

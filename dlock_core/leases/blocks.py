@@ -147,7 +147,8 @@ def _generator_of_block() -> FrameType | None:
 def _has_ended(caller: object) -> bool:
     """Return whether a thread or task has ended, so that it can no longer be in a block."""
     if isinstance(caller, threading.Thread):
-        return not caller.is_alive()
+        # A signal handler that raises in `is_alive` marks a living thread as ended (CPython before 3.13).
+        return not caller.is_alive() and caller not in threading.enumerate()
     return isinstance(caller, asyncio.Future) and caller.done()
 
 

@@ -23,7 +23,7 @@ class Tally:
     lost_updates: int = 0
 
 
-FAULT = Fault(begin=10.0, end=20.0, wait=3.0, is_dead=True)
+FAULT = Fault(begin=10.0, healing=20.0, end=20.0, wait=3.0, is_dead=True)
 GOOD = [
     Answer("order", 302, 5.0, 5.1),
     Answer("order", 503, 11.0, 14.1),

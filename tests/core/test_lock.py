@@ -424,6 +424,16 @@ def test_block_that_ends_in_another_thread_takes_the_only_lease_there_is(store: 
     assert first(lock.try_acquire).release() is Released.RELEASED
 
 
+def test_thread_that_looks_ended_to_python_still_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that raises in `Thread.is_alive` makes it return False from then on (CPython before 3.13)."""
+    ended = threading.Thread(target=bool)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda _: False)
+    assert not blocks_module._has_ended(threading.main_thread())
+    assert blocks_module._has_ended(ended)
+
+
 def test_block_that_ends_in_another_thread_takes_the_lease_of_the_thread_that_has_ended(store: MemoryBackend) -> None:
     lock, alive = Lock(store, "a", shared=True), Stay()
     moved, other = Half(lock), Half(lock)

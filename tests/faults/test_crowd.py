@@ -423,8 +423,9 @@ def test_hand_over_that_its_holder_knows_of_already_is_not_given_back(
 
 
 @pytest.fixture
-def patient(proxy: Proxy, prefix: str) -> Iterator[RedisBackend]:
-    """Yield the store through the proxy, with a time limit that no request reaches."""
+def patient(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisBackend]:
+    """Yield the store through the proxy, with time limits that neither a request nor a held listener reaches."""
+    monkeypatch.setattr(waiting, "LISTENER_TTL_MS", "60000")
     backend = RedisBackend.from_url(proxy.redis_url, prefix=prefix, timeout=30.0)
     yield backend
     backend.close()

@@ -1,5 +1,6 @@
 """ZooKeeper sessions expire, leaders die and networks fail: no lock has two holders, and nothing is left."""
 
+import asyncio
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 from kazoo.client import KazooClient
 from kazoo.protocol.serialization import Exists
 
-from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
+from dlock_core import AcquireTimeout, AsyncLock, BackendUnavailable, LeaseLost, Lock, Released, connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from dlock_core.backends.zookeeper.session import KazooReply
 from dlock_core.leases.acquisition import new_request
@@ -197,6 +198,40 @@ def test_request_that_a_signal_handler_cut_off_before_it_was_sent_holds_up_no_la
     lease = harness.acquire("a", wait=0)
     assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")
+
+
+def test_one_release_wakes_hundreds_of_waiters_of_a_process(
+    direct: ZooKeeperBackend, backend: ZooKeeperBackend
+) -> None:
+    """kazoo's thread then sends hundreds of requests to itself, more than its wake-up socket takes."""
+
+    async def main() -> None:
+        async with asyncio.timeout(WITHIN):
+            first = await asyncio.to_thread(Lock(direct, "a", ttl=60).acquire)
+            readers = [
+                asyncio.create_task(AsyncLock(backend, "a", shared=True, ttl=60, wait=WITHIN).acquire())
+                for _ in range(400)
+            ]
+            while len(await asyncio.to_thread(waiters, direct, "a")) < len(readers):
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(first.release)
+            for lease in await asyncio.gather(*readers):
+                await lease.release()
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
+def test_thread_that_looks_ended_to_python_keeps_its_session(
+    harness: Harness, backend: ZooKeeperBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler that raises in `Thread.is_alive` makes it return False from then on (CPython before 3.13)."""
+    lease = harness.acquire("a")
+    before = backend._session.id
+    monkeypatch.setattr(backend._session._kazoo._connection._connection_routine, "is_alive", lambda: False)
+    harness.do(harness.acquire("b").release)
+    assert backend._session.id == before
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])

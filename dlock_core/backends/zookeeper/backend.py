@@ -113,9 +113,11 @@ class ZooKeeperBackend:
         if own_node is None or not self._own_nodes.keep(own_node, timeout + WAITER_GRACE_S):
             return None
         signal = own_node.listen(runtime.signal())
-        if own_node.wakes == own_node.seen:
-            await runtime.wait(signal, min(timeout, MAX_WAIT_S))
-        children = own_node.answer()
+        try:
+            if own_node.wakes == own_node.seen:
+                await runtime.wait(signal, min(timeout, MAX_WAIT_S))
+        finally:  # Otherwise the queue would be read for a waiter that has gone.
+            children = own_node.answer()
         if not isinstance(children, list) or own_node.session != self._session.id or self._session.is_doubtful(sent):
             return None
         queue = parse_queue(children)

@@ -127,7 +127,7 @@ class ZooKeeperSession:
         """Send one request from kazoo's own thread, which must not wait; the signal is set when it is answered."""
         client, reply = self._kazoo, KazooReply(done)
         if client is not None:
-            client._call(request, reply)
+            _send(client, [(request, reply)])
         return reply
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class ZooKeeperSession:
 
         It would never return to servers that lost their data: they refuse a client that has seen later transactions.
         """
-        if not client._connection._connection_routine.is_alive():
+        if client.handler.has_ended:
             return True
         return not client.connected and clock() - self._cut > 3 * self.valid_for
 
@@ -241,7 +241,7 @@ def _send(client: Any, requests: list[tuple[Any, KazooReply]]) -> None:
             client._call(request, reply)  # sets the error
         return
     client._queue.extend(requests)
-    with suppress(OSError):  # The client has just been closed.
+    with suppress(OSError):  # The client has just been closed, or enough wake-ups wait: `Handler.select` adds others.
         waker.send(bytes(len(requests)))
 
 
@@ -256,9 +256,9 @@ def checked(name: str, answer: Any) -> Any:
 
 def _end(client: Any) -> None:
     client.state_listeners.clear()
-    with suppress(Exception):
-        client.stop()
-        client.close()
+    for step in (client.stop, client.close):
+        with suppress(Exception):
+            step()
 
 
 MAX_READ_BYTES: Final = 1 << 16
@@ -350,18 +350,34 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
     """Limits kazoo's waits while it connects, and calls watchers at once: ours only set a signal.
 
     kazoo sends one request for each byte that its thread reads from a pair of sockets. `select` adds the bytes that are
-    missing because a signal handler raised before the caller could write them: otherwise each request would wait for
-    the next one, and so would the order to reconnect.
+    missing, because a signal handler raised before the caller could write them, or because the pair was full: otherwise
+    each request would wait for the next one, and so would the order to reconnect. Writing never blocks, because kazoo's
+    thread, the only reader, writes as well.
     """
 
     def __init__(self, limit: float) -> None:
         super().__init__()
         self._limit = limit
         self._waker: Any = None
+        self.has_ended = False
+        """Whether kazoo's thread has ended. `Thread.is_alive` marks a living thread as ended if a signal handler raises
+        in it (CPython before 3.13)."""
+
+    def spawn(self, func: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+        """Start kazoo's thread."""
+
+        def run_to_end() -> None:
+            try:
+                func(*args, **kwargs)
+            finally:
+                self.has_ended = True
+
+        return super().spawn(run_to_end)
 
     def create_socket_pair(self) -> tuple[Any, Any]:
         """Create the pair, and keep the end that wakes kazoo's thread."""
         reader, self._waker = super().create_socket_pair()
+        self._waker.setblocking(False)
         return reader, self._waker
 
     def create_connection(self, *args: Any, **options: Any) -> Stream:
