@@ -30,7 +30,8 @@ class Tally(Protocol):
 class Fault:
     """When Redis had become slow or dead, began to recover and had recovered; `wait` is WAIT of the settings.
 
-    A Redis that starts serves requests before its start is known to be over. `slack` is added to each bound, in seconds, for tests on a busy machine.
+    A Redis that starts serves requests before its start is known to be over. `slack` is added to each bound, in
+    seconds, for tests on a busy machine.
     """
 
     begin: float
