@@ -64,7 +64,7 @@ def increments(key: int) -> dict[str, Increment]:
             with transaction.atomic():
                 counter = rows.get(pk=key)
                 seen = rows.filter(pk=key, version=counter.version)
-                if seen.update(value=counter.value + 1, version=counter.version + 1):
+                if seen.update(value=counter.value + 1):
                     return
             time.sleep(random.uniform(0, min(1.0, 0.01 * 2**attempt)))
 

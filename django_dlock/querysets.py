@@ -12,7 +12,8 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from django.db import DatabaseError, connections, models, transaction
-from django.db.models import F, Model, Q, QuerySet
+from django.db.models import F, Model, Q, QuerySet, Value
+from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
@@ -189,10 +190,7 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
     """A queryset whose updates increment the version; on a model without a version it behaves like any other."""
 
     def update(self, **values: Any) -> int:
-        """Update as Django does, and increment the version of each row.
-
-        Nothing is checked: a queryset stands for rows, not for states of rows that the caller has read.
-        """
+        """Update as Django does, and increment the version of each row."""
         version = _version_of(self.model)
         if version is None:
             return super().update(**values)
@@ -207,6 +205,20 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
 
 class VersionedQuerySet(CountingQuerySet[M_co]):
     """A queryset whose writes increment the version, and which checks the versions of the objects that it writes."""
+
+    def update(self, **values: Any) -> int:
+        """Update as Django does, and increment the version of each row.
+
+        Nothing is checked: a queryset stands for rows, not for states of rows that the caller has read. Raises
+        NotSupported for a version among the values, such as a payload's, unless it counts: `F("version") + 1`.
+        """
+        version = _version_of(self.model)
+        if version is not None and version.name in values and not _counts(values[version.name], version):
+            raise NotSupported(
+                f"update() of {self.model.__name__} cannot set {version.name!r} to a value of its own: leave it out, "
+                f"or set it to F({version.name!r}) + 1; to compare it, filter({version.name}=...)"
+            )
+        return super().update(**values)
 
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
         """Update as Django does, but check and increment the version of each object; return the number of rows.
@@ -315,6 +327,15 @@ class LockManager(_LockManager[M_co]):
 def _version_of(model: type[models.Model]) -> Any:
     """Return the VersionField of a model, or None."""
     return getattr(model, "_dlock_version", None)
+
+
+def _counts(value: Any, version: Any) -> bool:
+    """Return whether a value for an UPDATE is the version itself plus a positive number."""
+    if not isinstance(value, CombinedExpression) or value.connector != CombinedExpression.ADD:
+        return False
+    sides = (value.lhs, value.rhs)
+    numbers = [each.value for each in sides if isinstance(each, Value)]
+    return F(version.name) in sides and any(isinstance(number, int) and number > 0 for number in numbers)
 
 
 def _has_parents(model: Any) -> bool:

@@ -453,9 +453,28 @@ def test_base_manager_that_a_model_names_is_kept_and_a_field_alone_needs_none():
     assert type(WithinMigration._base_manager) is models.Manager
 
 
-def test_update_may_set_a_version_on_purpose(article, database):
-    Article.objects.using(database).update(version=7)
-    assert version(article) == 7
+@pytest.mark.parametrize("given", [7, None, F("version"), F("version") + 0, F("version") - 1, F("reads") + 1])
+def test_update_that_sets_the_version_without_counting_is_refused(article, database, statements, given):
+    before = len(statements())
+    with pytest.raises(NotSupported, match=r"leave it out, or set it to F\('version'\) \+ 1"):
+        Article.objects.using(database).update(title="theirs", version=given)
+    assert len(statements()) == before
+
+
+def test_update_may_count_the_version_itself(article, database):
+    Article.objects.using(database).update(version=F("version") + 2)
+    Article.objects.using(database).update(version=3 + F("version"))
+    assert version(article) == 6
+
+
+@pytest.mark.parametrize(("model", "name"), [(ArticleProxy, "version"), (Draft, "revision"), (Shop, "version")])
+def test_update_knows_the_version_under_its_own_name_and_of_a_parent(database, model, name):
+    rows = model.objects.using(database)
+    row = rows.create()
+    with pytest.raises(NotSupported, match=f"cannot set '{name}'"):
+        rows.update(**{name: 1})
+    rows.update(**{name: F(name) + 1})
+    assert getattr(read(row), name) == 2
 
 
 def test_bulk_update_checks_and_counts_every_row_with_one_statement(database, statements):
@@ -492,8 +511,8 @@ def test_bulk_update_of_a_deleted_row_is_refused(article, database):
 def test_bulk_update_of_many_rows_with_many_versions(database):
     rows = Article.objects.using(database)
     rows.bulk_create([Article(title=str(number)) for number in range(1500)])
-    for number in range(50):
-        rows.filter(title__in=[str(each) for each in range(number, 1500, 50)]).update(version=number + 1)
+    for number in range(1, 50):
+        rows.filter(title__in=[str(each) for each in range(number, 1500, 50)]).update(version=F("version") + number)
     articles = list(rows.all())
     assert rows.bulk_update(articles, ["title", "reads"]) == 1500
     assert rows.filter(version=2).count() == 30
