@@ -190,11 +190,12 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
     """A queryset whose updates increment the version; on a model without a version it behaves like any other."""
 
     def update(self, **values: Any) -> int:
-        """Update as Django does, and increment the version of each row."""
+        """Update as Django does, and increment the version of each row, also over a version among the values."""
         version = _version_of(self.model)
         if version is None:
             return super().update(**values)
-        values.setdefault(version.name, F(version.name) + 1)
+        if not _counts(values.get(version.name), version):
+            values[version.name] = F(version.name) + 1
         if not _has_parents(self.model):
             return super().update(**values)
         # Django sends one UPDATE for each table that the model inherits from, and only together may they take effect.

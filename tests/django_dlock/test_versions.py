@@ -782,6 +782,21 @@ def test_updates_of_a_migration_count_and_check_nothing(article, database):
         article.save_with_version()
 
 
+@pytest.mark.parametrize("given", [7, F("version"), F("version") + 1])
+def test_update_in_a_migration_that_sets_the_version_counts_it(article, database, given):
+    model_of_a_migration(Article).objects.using(database).update(title="migrated", version=given)
+    assert (read(article).title, version(article)) == ("migrated", 2)
+
+
+@pytest.mark.parametrize("fields", [["title", "version"], ["version"]])
+def test_bulk_update_in_a_migration_that_names_the_version_counts_it(article, database, fields):
+    old = model_of_a_migration(Article).objects.using(database)
+    old.bulk_update(list(old.all()), fields)
+    assert version(article) == 2
+    with pytest.raises(StaleObject):
+        article.save_with_version()
+
+
 def test_manager_that_a_model_brings_into_its_migrations_is_kept(article, database):
     state = ModelState.from_model(Article)
     state.managers = [("objects", Mine()), ("others", models.Manager())]
