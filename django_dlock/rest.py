@@ -146,7 +146,7 @@ class PreconditionMixin(_View):
 
     def _require_any_check(self, request: Any, response: Any) -> None:
         needs_it = self._dlock_requires(request.method) and getattr(self, "action", None) in _CHANGING_ACTIONS
-        if needs_it and response.status_code < 300 and self._dlock_object is None:
+        if needs_it and response.status_code < 400 and self._dlock_object is None:
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
                 "write the object that self.get_object() returns; a view that changes no single object leaves "

@@ -355,13 +355,14 @@ def test_view_that_changes_an_object_and_never_checked_one_fails_loudly(use_data
     assert draft.title == "first"
 
 
+@pytest.mark.parametrize("status", [200, 204, 303])
 @pytest.mark.parametrize("actions", [None, {"put": "update", "patch": "partial_update", "delete": "destroy"}])
 @pytest.mark.parametrize("method", ["put", "patch", "delete"])
-def test_address_without_a_key_needs_a_check_too(use_database, actions, method):
+def test_address_without_a_key_needs_a_check_too(use_database, actions, method, status):
     class Mine(PreconditionMixin, *([viewsets.GenericViewSet] if actions else [generics.GenericAPIView])):
         def update(self, request):
             Draft.objects.update(title="second")
-            return Response({})
+            return Response({}, status=status)
 
         put = patch = delete = partial_update = destroy = update
 
