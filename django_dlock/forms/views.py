@@ -35,7 +35,13 @@ def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> Query
 
 @guards
 def _versioned_class(get_form_class: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: versioned(get_form_class(self), self.get_queryset().model)
+    return lambda self: versioned(get_form_class(self), _model_of(self))
+
+
+def _model_of(view: Any) -> Any:
+    """Return the model of a view: that of its form, because a view with its own `get_object()` may name no other."""
+    options = getattr(getattr(view, "form_class", None), "_meta", None)
+    return getattr(options, "model", None) or view.get_queryset().model
 
 
 @guards
@@ -86,7 +92,7 @@ class VersionedEditMixin:
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with transaction.atomic(using=router.db_for_write(self.get_queryset().model)):
+            with transaction.atomic(using=router.db_for_write(_model_of(self))):
                 return super().post(*args, **kwargs)  # type: ignore[misc]
         except StaleObject:
             # The object changed after it was read for this request. The second run reads it again, finds the

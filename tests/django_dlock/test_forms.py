@@ -315,6 +315,30 @@ def test_form_class_that_a_view_chooses_itself_is_guarded_and_keeps_its_fields(a
     assert read(ticket).title == "theirs"
 
 
+class OwnObject(VersionedEditMixin, UpdateView):
+    success_url = "/done/"
+
+    def get_object(self, queryset=None):
+        return Ticket.objects.get(pk=self.kwargs["pk"])
+
+    render_to_response = EditPlain.render_to_response
+
+
+@pytest.mark.parametrize("form_class", [TicketForm, PlainForm])
+def test_view_that_finds_its_object_itself_needs_no_model_beside_that_of_its_form(admin_pages, ticket, rf, form_class):
+    view = OwnObject.as_view(form_class=form_class)
+    sent = form(view(rf.get("/"), pk=ticket.pk), title="my")
+    assert view(rf.post("/", sent), pk=ticket.pk).status_code == 302
+    assert read(ticket).title == "my"
+    assert "was changed by someone else" in text(view(rf.post("/", sent | {"title": "me"}), pk=ticket.pk))
+
+
+def test_view_without_a_model_says_what_it_is_missing(ticket, rf):
+    for request in (rf.get("/"), rf.post("/")):
+        with pytest.raises(ImproperlyConfigured, match=r"Define OwnObject\.model"):
+            OwnObject.as_view(fields=["title"])(request, pk=ticket.pk)
+
+
 class OwnForm(EditPlain):
     def get_form(self, form_class=None):
         return PlainForm(**self.get_form_kwargs())
