@@ -8,7 +8,19 @@ from __future__ import annotations
 from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BinaryExpression, Delete, Engine, Insert, Integer, Update, event, false, null, type_coerce
+from sqlalchemy import (
+    BinaryExpression,
+    BindParameter,
+    Delete,
+    Engine,
+    Insert,
+    Integer,
+    Update,
+    event,
+    false,
+    null,
+    type_coerce,
+)
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 
@@ -211,17 +223,21 @@ def _given(statement: Any, version: Any) -> list[Any]:
 
 
 def _counts(given: list[Any], version: Any) -> bool:
-    """Return whether a version is set, and each time to itself plus a number.
+    """Return whether a version is set, and each time to itself plus a positive number.
 
     Another kind of version than a number has a `version_id_generator` of the application, which may set it to anything.
     """
-    return bool(given) and (
-        not isinstance(version.type, Integer)
-        or all(
-            isinstance(each, BinaryExpression) and each.operator is add and version in {each.left, each.right}
-            for each in given
-        )
-    )
+    is_number = isinstance(version.type, Integer)
+    return bool(given) and (not is_number or all(_is_increment(each, version) for each in given))
+
+
+def _is_increment(value: Any, version: Any) -> bool:
+    if not isinstance(value, BinaryExpression) or value.operator is not add:
+        return False
+    sides = (value.left, value.right)
+    # A parameter with a name may be given another number when the statement is executed.
+    numbers = [each.value for each in sides if isinstance(each, BindParameter) and each.unique]
+    return version in set(sides) and any(isinstance(number, int) and number > 0 for number in numbers)
 
 
 def _option(execution: ORMExecuteState, name: str, default: str) -> Any:

@@ -440,7 +440,13 @@ def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
         session.commit()
 
 
-@pytest.mark.parametrize("version", [7, Order.version, Order.version - 1, cast(Order.edited, Integer) + 1])
+@pytest.mark.parametrize(
+    "version",
+    [
+        *(7, Order.version, Order.version - 1, cast(Order.edited, Integer) + 1),
+        *(Order.version + 0, Order.version + -1, Order.version + Order.reads, Order.version + bindparam("given", 1)),
+    ],
+)
 @pytest.mark.parametrize("form", ["by_name", "by_attribute", "ordered"])
 def test_update_statement_that_sets_the_version_without_counting_is_refused(session, orders, version, form):
     statement = {
