@@ -9,10 +9,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Insert, Update
-from sqlalchemy.orm import FromStatement
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import set_values, upserted_values, without_alias, writes_in_ctes
+from sqla_dlock.statements import plain, set_values, upserted_values, without_alias, writes_in_ctes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
 
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
     """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
-    statement = statement.element if isinstance(statement, FromStatement) else statement
+    statement = plain(statement)
     if isinstance(statement, Update):
         _refuse_update(statement, params or (many[0] if many else ()))
     elif isinstance(statement, Insert):

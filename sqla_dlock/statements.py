@@ -13,10 +13,32 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Mapper
 
-__all__ = ["other_mappers", "set_values", "upserted_values", "without_alias", "writes_in_ctes", "written_mapper"]
+__all__ = [
+    "other_mappers",
+    "plain",
+    "set_values",
+    "upserted_values",
+    "without_alias",
+    "without_lambda",
+    "writes_in_ctes",
+    "written_mapper",
+]
 
 _CLAUSES: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
 """The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
+
+
+def plain(statement: Any) -> Any:
+    """Return the statement that is sent, for a `lambda_stmt()` or a SELECT from an UPDATE or INSERT."""
+    statement = without_lambda(statement)
+    return without_lambda(statement.element) if isinstance(statement, FromStatement) else statement
+
+
+def without_lambda(statement: Any) -> Any:
+    """Return the statement that a `lambda_stmt()` makes, which itself is neither an Update nor an Insert."""
+    while getattr(statement, "_is_lambda_element", False):
+        statement = statement._resolved  # noqa: SLF001 - there is no public way
+    return statement
 
 
 def set_values(statement: Any) -> dict[Any, Any]:
@@ -45,7 +67,7 @@ def writes_in_ctes(context: Any) -> Iterator[Any]:
 
 def written_mapper(statement: Any) -> Mapper[Any] | None:
     """Return the class that an ORM statement writes; None for a statement on a table, and for one that only reads."""
-    statement = statement.element if isinstance(statement, FromStatement) else statement
+    statement = plain(statement)
     if not (isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs):  # noqa: SLF001
         return None
     mapper: Mapper[Any] = statement._propagate_attrs["plugin_subject"].mapper  # noqa: SLF001
@@ -55,7 +77,7 @@ def written_mapper(statement: Any) -> Mapper[Any] | None:
 
 def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
     """Yield each further class of which an UPDATE sets a column in another table, as MySQL and MariaDB can."""
-    statement = statement.element if isinstance(statement, FromStatement) else statement
+    statement = plain(statement)
     for column in set_values(statement) if isinstance(statement, Update) else ():
         mapper = getattr(column, "_annotations", {}).get("parentmapper")
         if mapper is not None and column.table not in _tables(statement):

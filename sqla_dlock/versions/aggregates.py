@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Insert, event, inspect, select
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import FromStatement, Mapper, PassiveFlag, RelationshipDirection, Session
+from sqlalchemy.orm import Mapper, PassiveFlag, RelationshipDirection, Session
 from sqlalchemy.orm.attributes import get_history
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import other_mappers, written_mapper
+from sqla_dlock.statements import other_mappers, plain, written_mapper
 from sqla_dlock.versions.mapping import VersionedMixin
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _refuse_bulk_writes(execution: ORMExecuteState) -> None:
 
 def refuse_child_writes(statement: Any) -> None:
     """Raise NotSupported for an ORM statement that writes children, of which it cannot count the roots."""
-    statement = statement.element if isinstance(statement, FromStatement) else statement
+    statement = plain(statement)
     own = written_mapper(statement)
     for mapper in (*([own] if own else ()), *other_mappers(statement)):
         _resolve_paths()

@@ -23,14 +23,17 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
+from sqlalchemy.util import immutabledict
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import (
     other_mappers,
+    plain,
     set_values,
     upserted_values,
     without_alias,
+    without_lambda,
     writes_in_ctes,
     written_mapper,
 )
@@ -56,7 +59,7 @@ _IN_SESSION: Final = "dlock_in_session"
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_update or execution.is_insert:
         # Of the statement: an UPDATE by primary key does not receive the options of its execution.
-        execution.statement = execution.statement.execution_options(**{_IN_SESSION: True})
+        execution.statement = without_lambda(execution.statement).execution_options(**{_IN_SESSION: True})
         return _count_or_refuse(execution)
     if _MATCHES in execution.local_execution_options:
         return _lock_matches(execution)
@@ -92,8 +95,7 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 @event.listens_for(Engine, "before_execute")
 def _refuse_uncounted_core(_connection: Any, statement: Any, _many: Any, _params: Any, options: Any) -> None:
     """Refuse an ORM statement that a Connection executes by itself, with no session that would add a count."""
-    if isinstance(statement, FromStatement):
-        statement = statement.element
+    statement = plain(statement)
     if isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs and _IN_SESSION not in options:  # noqa: SLF001
         _refuse_uncounted(statement, "on a Connection")
 
@@ -121,7 +123,7 @@ def _refuse_alias_and_other_classes(statement: Any) -> None:
 
     SQLAlchemy cannot synchronize an alias: it would take all instances for matched.
     """
-    update = statement.element if isinstance(statement, FromStatement) else statement
+    update = plain(statement)
     if not isinstance(update, Update):
         return
     own = written_mapper(update)
@@ -160,7 +162,7 @@ def _may_write_fewer(statement: Any) -> bool:
 
     Nothing tells which they are: all instances stay as they are, and stale.
     """
-    update = getattr(statement, "element", statement)
+    update = plain(statement)
     return bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
 
 
@@ -187,7 +189,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     """Return an UPDATE that also increments the version, unless it sets the version itself."""
     if isinstance(statement, FromStatement):
         counted = statement._generate()  # noqa: SLF001 - there is no public way
-        counted.element = _with_count(statement.element, mapper)
+        counted.element = _with_count(plain(statement), mapper)
         return counted
     version = version_column(mapper)
     name = version_key(mapper)
@@ -209,11 +211,19 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
             return statement
         # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
-        return statement.values({attribute: type_coerce(given[0], version.type)})
+        return _with_values(statement, {attribute: type_coerce(given[0], version.type)})
     try:
-        return statement.values({attribute: attribute + 1})
+        return _with_values(statement, {attribute: attribute + 1})
     except InvalidRequestError as error:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
+
+
+def _with_values(statement: Any, values: dict[Any, Any]) -> Any:
+    """Return an UPDATE that sets further values, also one of a `lambda_stmt()`, whose copies cannot be added to."""
+    if type(statement._values) is dict:  # noqa: SLF001
+        statement = statement._generate()  # noqa: SLF001
+        statement._values = immutabledict(statement._values)  # noqa: SLF001
+    return statement.values(values)
 
 
 def _given(statement: Any, version: Any) -> list[Any]:

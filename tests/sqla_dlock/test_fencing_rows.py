@@ -4,7 +4,7 @@ import uuid
 from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select, text, update
+from sqlalchemy import Engine, Integer, MetaData, String, event, insert, lambda_stmt, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
@@ -199,6 +199,10 @@ WRITES = {
         update(Letter).where(Letter.id == "x").values({Letter.id: "y", Stamp.dlock_token: 0})
     ),
     "update_by_key": lambda session: session.execute(update(Stamp), [{"id": 7, "dlock_token": 0}]),
+    "lambda": lambda session: session.execute(lambda_stmt(lambda: RESET)),
+    "lambda_on_a_connection": lambda session: session.connection().execute(
+        lambda_stmt(lambda: update(Stamp).values(dlock_token=0))
+    ),
     "from_statement": lambda session: session.scalars(select(Stamp).from_statement(RESET)),
     "bulk_update_mappings": lambda session: session.bulk_update_mappings(Stamp, [{"id": 7, "dlock_token": 0}]),
     "bulk_save_objects": lambda session: session.bulk_save_objects([detached_stamp()], update_changed_only=False),

@@ -18,6 +18,7 @@ from sqlalchemy import (
     exists,
     insert,
     inspect,
+    lambda_stmt,
     literal,
     select,
     text,
@@ -474,8 +475,11 @@ def test_update_statement_may_count_the_version_itself(session, orders):
         ),
         lambda connection: connection.execute(update(Order).values(version=7)),
         lambda connection: connection.execute(select(Order).from_statement(update(Order).values(reads=5))),
+        lambda connection: connection.execute(lambda_stmt(lambda: update(Order).values(reads=5))),
+        lambda connection: connection.execute(lambda_stmt(lambda: update(Order)) + (lambda s: s.values(reads=5))),
+        lambda connection: connection.execute(lambda_stmt(lambda: update(Order).values(reads=5)).spoil()),
     ],
-    ids=["one", "many", "number", "from_statement"],
+    ids=["one", "many", "number", "from_statement", "lambda", "lambda_added", "lambda_spoiled"],
 )
 def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
     with pytest.raises(NotSupported, match="on a Connection has to count its version up itself"):
@@ -489,10 +493,54 @@ def test_upsert_on_a_connection_has_to_count(session):
         session.connection().execute(upsert(session, title="new"))
 
 
-@pytest.mark.parametrize("write", [update(Line).values(amount=5), delete(Line), insert(Line).values(amount=1)])
+CHILD_WRITES: Final = pytest.mark.parametrize(
+    "write",
+    [
+        update(Line).values(amount=5),
+        delete(Line),
+        insert(Line).values(amount=1),
+        lambda_stmt(lambda: update(Line).values(amount=5)),
+        lambda_stmt(lambda: delete(Line)),
+    ],
+    ids=["update", "delete", "insert", "lambda_update", "lambda_delete"],
+)
+
+
+@CHILD_WRITES
 def test_write_of_children_on_a_connection_is_refused(session, basket, write):
     with pytest.raises(NotSupported, match=r"touch\(\) the roots"):
         session.connection().execute(write)
+
+
+@CHILD_WRITES
+def test_write_of_children_by_a_statement_is_refused(session, basket, write):
+    with pytest.raises(NotSupported, match=r"touch\(\) the roots"):
+        session.execute(write)
+
+
+def set_reads(title: str, reads: int) -> Any:
+    return lambda_stmt(lambda: update(Order).where(Order.title == title).values(reads=reads))
+
+
+def test_lambda_statement_counts(session, orders):
+    for title, reads in (("a", 5), ("b", 6)):
+        session.execute(set_reads(title, reads))
+    assert rows(session, Order.title, Order.reads, Order.version)[:3] == [("a", 5, 2), ("b", 6, 2), ("c", 0, 1)]
+    assert [(each.reads, each.version) for each in orders[:3]] == [(5, 2), (6, 2), (0, 1)]
+    keyed = [{"id": orders[2].id, "reads": 7, "version": 1}]
+    session.execute(lambda_stmt(lambda: update(Order)), keyed)
+    with pytest.raises(StaleObject):
+        session.execute(lambda_stmt(lambda: update(Order)), keyed)
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_select_from_an_update_in_a_lambda_statement_counts(session, orders):
+    session.expunge_all()
+    statement = lambda_stmt(
+        lambda: select(Order).from_statement(update(Order).where(Order.title == "a").values(reads=5).returning(Order))
+    )
+    order = session.scalars(statement).one()
+    assert (order.reads, order.version) == (5, 2)
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
