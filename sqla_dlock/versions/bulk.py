@@ -110,7 +110,7 @@ def _refuse_uncounted(statement: Any, where: str) -> None:
     if isinstance(statement, Insert):
         _refuse_upsert(statement, mapper)
     elif isinstance(statement, Update):
-        version = version_column(mapper)
+        version = _countable_version(mapper, f"update({mapper.class_.__name__})")
         if not _counts(_given(statement, version), version):
             raise NotSupported(
                 f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
@@ -191,13 +191,8 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         counted = statement._generate()  # noqa: SLF001 - there is no public way
         counted.element = _with_count(plain(statement), mapper)
         return counted
-    version = version_column(mapper)
+    version = _countable_version(mapper, f"update({mapper.class_.__name__})")
     name = version_key(mapper)
-    if version.table is not mapper.local_table:
-        raise NotSupported(
-            f"update({mapper.class_.__name__}) cannot count {name!r} up, which is in the table "
-            f"{version.table.name}: update the rows one by one"
-        )
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
     attribute = getattr(mapper.class_, name)
@@ -216,6 +211,20 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         return _with_values(statement, {attribute: attribute + 1})
     except InvalidRequestError as error:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
+
+
+def _countable_version(mapper: Mapper[Any], writer: str) -> Any:
+    """Return the column of the version, which one statement can only count up if it is in the table that it writes.
+
+    MariaDB and MySQL would take another table's for a join without a condition, and move the versions of all rows.
+    """
+    version = version_column(mapper)
+    if version.table is not mapper.local_table:
+        raise NotSupported(
+            f"{writer} cannot count {version_key(mapper)!r} up, which is in the table {version.table.name}: update the "
+            "rows one by one"
+        )
+    return version
 
 
 def _with_values(statement: Any, values: dict[Any, Any]) -> Any:
@@ -284,8 +293,8 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
 
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
-    version = version_column(mapper)
     for values in upserted_values(statement):
+        version = _countable_version(mapper, f"an upsert of {mapper.class_.__name__}")
         if not _counts([values[version.key]] if version.key in values else [], version):
             raise NotSupported(
                 f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "

@@ -24,6 +24,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
@@ -622,6 +623,35 @@ def test_update_statement_that_cannot_count_is_refused(session):
         session.execute(update(Order).ordered_values((Order.reads, 5)))
 
 
+def upsert_shop(session: Session, values: dict[str, Any]) -> Any:
+    name = session.get_bind().dialect.name
+    if name == DIALECT:
+        return mysql.insert(Shop).values(id=1).on_duplicate_key_update(values)
+    statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Shop).values(id=1)
+    return statement.on_conflict_do_update(index_elements=["id"], set_=values)
+
+
+@pytest.mark.parametrize("counted", [{}, {"version": Shop.version + 1}], ids=["uncounted", "counted"])
+@pytest.mark.parametrize("form", ["connection", "upsert", "upsert_on_a_connection"])
+def test_statement_cannot_count_a_version_in_the_table_of_its_parent(session, counted, form):
+    made(session, Shop(owner="a"), Shop(owner="b"))
+    refused = pytest.raises(NotSupported, match="which is in the table place: update the rows one by one")
+    if form == "connection":
+        with refused:
+            session.connection().execute(update(Shop).where(Shop.owner == "a").values(owner="c", **counted))
+    else:
+        target = session if form == "upsert" else session.connection()
+        with refused:
+            target.execute(upsert_shop(session, {"owner": "c", **counted}))
+    assert rows(session, Shop.owner, Shop.version) == [("a", 1), ("b", 1)]
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_update_in_a_cte_cannot_count_a_version_in_the_table_of_its_parent(session):
+    with pytest.raises(NotSupported, match="which is in the table place: update the rows one by one"):
+        session.execute(select(update(Shop).values(owner="c").returning(Shop.owner).cte()))
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -729,14 +759,13 @@ def test_insert_statements_start_at_1(session):
     assert rows(session, Order.title, Order.version) == [(title, 1) for title in "abcd"]
 
 
-def upsert(session: Session, **values: Any) -> Any:
+def upsert(session: Session, named: Any = (), **values: Any) -> Any:
     """Return an INSERT that writes these over the row of the same key, in the database's dialect."""
-    from sqlalchemy.dialects import mysql, postgresql, sqlite
-
+    values = {**dict(named), **values}
     name = session.get_bind().dialect.name
     row = {"kind": "a", "code": "x", "title": "new"}
     if name == DIALECT:
-        return mysql.insert(Code).values(**row).on_duplicate_key_update(**values)
+        return mysql.insert(Code).values(**row).on_duplicate_key_update(values)
     statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Code).values(**row)
     if not values:
         return statement.on_conflict_do_nothing()
@@ -745,8 +774,6 @@ def upsert(session: Session, **values: Any) -> Any:
 
 def given_to(session: Session) -> Any:
     """Return the columns of the row that an upsert was given."""
-    from sqlalchemy.dialects import mysql, postgresql
-
     is_mysql = session.get_bind().dialect.name == DIALECT
     return mysql.insert(Code).inserted if is_mysql else postgresql.insert(Code).excluded
 
