@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Delete, Insert, Update
 from sqlalchemy.orm import FromStatement
-from sqlalchemy.sql import visitors
+from sqlalchemy.sql import coercions, roles, visitors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,8 @@ def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:
     for clause in visitors.iterate(statement):
         values: Any = getattr(clause, _CLAUSES.get(clause.__visit_name__, ""), None)
         if values is not None:
-            yield {str(getattr(column, "key", column)): value for column, value in dict(values).items()}
+            # MySQL's clause keeps attributes as they are given, whose names may differ from those of their columns.
+            yield {coercions.expect_as_key(roles.DMLColumnRole, each): value for each, value in dict(values).items()}
 
 
 def writes_in_ctes(context: Any) -> Iterator[Any]:

@@ -789,6 +789,15 @@ def test_insert_that_turns_into_an_update_has_to_count(session):
             session.execute(upsert(session, title="old", row_version=version))
 
 
+@pytest.mark.parametrize("key", [Code.version, Code.__table__.c.row_version, "row_version"], ids=str)
+def test_upsert_may_name_the_version_by_its_attribute_or_its_column(session, key):
+    made(session, Code(kind="a", code="x"))
+    session.execute(upsert(session, {Code.title: "new", key: Code.version + 1}))
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        session.execute(upsert(session, {key: 7}))
+
+
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
 def test_insert_that_does_nothing_on_a_conflict_is_let_through(session):
     made(session, Code(kind="a", code="x"))
