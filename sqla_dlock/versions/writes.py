@@ -68,6 +68,9 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
     if context is None or not is_read:
         return
+    # A version that the database counts: a flush reads it back after its own write, unless RETURNING has brought it.
+    if state.mapper.version_id_generator is False and context.session._flushing:  # noqa: SLF001
+        return
     unread = left_out if names is None else _changeable(state.mapper).difference(names)
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
         state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.

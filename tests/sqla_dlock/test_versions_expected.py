@@ -11,7 +11,7 @@ from sqlalchemy.orm.attributes import flag_modified
 
 from sqla_dlock.preconditions import etag_of
 from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
-from tests.sqla_dlock.version_models import Code, Document, Draft, Member, Numbered, Order, Shop
+from tests.sqla_dlock.version_models import Code, Counted, Document, Draft, Member, Numbered, Order, Shop
 
 
 @pytest.fixture
@@ -290,6 +290,37 @@ def test_version_that_is_read_late_is_no_check_without_the_mixin_either(session,
     numbered.title = "mine again"
     save_with_version(session, numbered)
     assert (numbered.title, numbered.version) == ("mine again", 4)
+
+
+@WRITES
+@pytest.mark.parametrize("is_new", [False, True])
+def test_version_that_the_database_counts_is_not_late_after_a_write(session, write, is_new):
+    session.add(counted := Counted(title="old"))
+    if is_new:
+        session.flush()
+    else:
+        session.commit()
+    for number in (2, 3):
+        counted.title = f"new {number}"
+        write(session, counted)
+    counted.title = "new 4"
+    save_with_version(session, counted)
+    session.refresh(counted, ["version"])  # the one that was just written
+    counted.title = "new 5"
+    save_with_version(session, counted)
+    assert (counted.title, counted.version) == ("new 5", 5)
+
+
+def test_version_that_the_database_counts_is_no_check_if_it_is_read_late(session):
+    session.add(counted := Counted(title="old"))
+    session.commit()
+    counted.title = "ours"
+    session.commit()
+    elsewhere(session, "UPDATE counted SET title = 'theirs', version = version + 1")
+    session.refresh(counted, ["version"])
+    counted.title = "mine"
+    with pytest.raises(ValueError, match="read later"):
+        save_with_version(session, counted)
 
 
 @pytest.mark.parametrize("write", [save_with_version, flush])

@@ -101,6 +101,17 @@ class Numbered(Base):
     __mapper_args__: ClassVar[Any] = {"version_id_col": version}
 
 
+class Counted(Base):
+    """The database increments its version, which has no mixin either."""
+
+    __tablename__ = "counted"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    version: Mapped[int] = mapped_column(server_default="1", onupdate=text("version + 1"))
+    __mapper_args__: ClassVar[Any] = {"version_id_col": version, "version_id_generator": False}
+
+
 class Document(VersionedMixin, Base):
     __tablename__ = "document"
 
