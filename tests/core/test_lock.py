@@ -601,6 +601,7 @@ def ended_at(moment: int, block: Generator[Any, None, None], meanwhile: Callable
                 meanwhile()
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such a frame when the tracer is set.
     sys.settrace(trace)
     try:
         next(block, None)
