@@ -29,6 +29,7 @@ PARTS: Final = {
     "leases": Part(
         (
             "dlock_core/leases/acquisition.py",
+            "dlock_core/leases/callers.py",
             "dlock_core/leases/engine.py",
             "dlock_core/leases/lease.py",
             "dlock_core/leases/late_releases.py",
@@ -78,7 +79,7 @@ PARTS: Final = {
         ),
     ),
     "fencing": Part(
-        ("dlock_core/transactions/fencing.py", "dlock_core/transactions/fence_sql.py"),
+        ("dlock_core/transactions/fencing.py", "dlock_core/transactions/fence_sql.py", "sqla_dlock/fence_columns.py"),
         (
             "tests/core/test_row_fence.py tests/scenarios/test_fence_in_transaction.py tests/scenarios/test_fence_of_leases.py",
             "tests/django_dlock/test_fencing.py tests/django_dlock/test_fence_functions.py tests/django_dlock/test_command.py",
@@ -133,6 +134,7 @@ PARTS: Final = {
             "django_dlock/versions.py",
             "django_dlock/refresh.py",
             "django_dlock/historical.py",
+            "sqla_dlock/statements.py",
             "sqla_dlock/versions/*.py",
         ),
         (
