@@ -15,6 +15,7 @@ from sqlalchemy import (
     Engine,
     Insert,
     Integer,
+    Numeric,
     Update,
     event,
     false,
@@ -80,6 +81,7 @@ def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
         _refuse_assigned_versions(execution.parameters, mapper)
         execution.statement = _with_count(statement, mapper)
     else:
+        _refuse_version_parameter([execution.parameters or {}], mapper)
         execution.statement = _with_count(statement, mapper)
         _synchronize(execution, mapper)
     return None
@@ -93,11 +95,14 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 
 
 @event.listens_for(Engine, "before_execute")
-def _refuse_uncounted_core(_connection: Any, statement: Any, _many: Any, _params: Any, options: Any) -> None:
+def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
     """Refuse an ORM statement that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
     if isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs and _IN_SESSION not in options:  # noqa: SLF001
         _refuse_uncounted(statement, "on a Connection")
+        mapper = written_mapper(statement)
+        if isinstance(statement, Update) and mapper is not None and _is_versioned(mapper):
+            _refuse_version_parameter([*many, params], mapper)
 
 
 def _refuse_uncounted(statement: Any, where: str) -> None:
@@ -202,7 +207,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
                 f"update({mapper.class_.__name__}) cannot set {name!r} to a value of its own: leave it out, or set it "
                 f"to {mapper.class_.__name__}.{name} + 1"
             )
-        if isinstance(version.type, Integer):
+        if _is_number(version):
             return statement
         # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
@@ -246,8 +251,12 @@ def _counts(given: list[Any], version: Any) -> bool:
 
     Another kind of version than a number has a `version_id_generator` of the application, which may set it to anything.
     """
-    is_number = isinstance(version.type, Integer)
-    return bool(given) and (not is_number or all(_is_increment(each, version) for each in given))
+    return bool(given) and (not _is_number(version) or all(_is_increment(each, version) for each in given))
+
+
+def _is_number(version: Any) -> bool:
+    """Return whether a version is a number, also by a TypeDecorator."""
+    return issubclass(version.type._type_affinity, Integer | Numeric)  # noqa: SLF001
 
 
 def _is_increment(value: Any, version: Any) -> bool:
@@ -262,6 +271,16 @@ def _is_increment(value: Any, version: Any) -> bool:
 def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
     options = {**execution.statement.get_execution_options(), **execution.execution_options}
     return options.get(name, default)
+
+
+def _refuse_version_parameter(rows: list[Any], mapper: Mapper[Any]) -> None:
+    """Refuse a version among the parameters of an UPDATE of many rows: it would be dropped, and not be checked."""
+    names = {version_key(mapper), version_column(mapper).key}
+    if any(not names.isdisjoint(row) for row in rows):
+        raise NotSupported(
+            f"{version_key(mapper)!r} among the parameters of update({mapper.class_.__name__}) would not be checked: "
+            "leave it out, or compare it in where(...)"
+        )
 
 
 def _refuse_assigned_versions(rows: list[Any], mapper: Mapper[Any]) -> None:
@@ -293,6 +312,11 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
 
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
+    if any("REPLACE" in str(prefix).upper() for prefix, _ in statement._prefixes):  # noqa: SLF001 - nothing public
+        raise NotSupported(
+            f"REPLACE of {mapper.class_.__name__} would set the version of a row back: update it, or insert it with "
+            "on_conflict_do_update()"
+        )
     for values in upserted_values(statement):
         version = _countable_version(mapper, f"an upsert of {mapper.class_.__name__}")
         if not _counts([values[version.key]] if version.key in values else [], version):

@@ -172,5 +172,6 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
 
 
 def _version_generator(kind: Any) -> Callable[[Any], Any]:
+    kind = getattr(kind, "impl_instance", kind)  # of a TypeDecorator
     bits = next((bits for known, bits in _BITS.items() if isinstance(kind, known)), 31)
     return lambda version: first_version(bits) if version is None else version + 1

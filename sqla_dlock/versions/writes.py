@@ -8,6 +8,7 @@ a version is refused.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -69,7 +70,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     if context is None or not is_read:
         return
     # A version that the database counts: a flush reads it back after its own write, unless RETURNING has brought it.
-    if state.mapper.version_id_generator is False and context.session._flushing:  # noqa: SLF001
+    if state.mapper.version_id_generator is False and context.session._flushing and state.modified:  # noqa: SLF001
         return
     unread = left_out if names is None else _changeable(state.mapper).difference(names)
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
@@ -154,7 +155,9 @@ def read_version(instance: Any) -> Any:
     state: Any = instance_state(instance)
     name = version_key(state.mapper)
     if name not in state.dict and name in state.expired_attributes:
-        getattr(instance, name)
+        # A flush would write the instance before it is checked, and with the version that is read now.
+        with nullcontext() if state.session is None else state.session.no_autoflush:
+            getattr(instance, name)
     if name not in state.dict or state.info.get(_READ_LATE):
         raise ValueError(
             f"{name!r} of {state.class_.__name__} was deferred, or read later than other columns, so nothing can be "

@@ -1,14 +1,16 @@
 """The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 from sqlalchemy import (
+    BigInteger,
     Engine,
     ForeignKey,
     Integer,
     String,
+    TypeDecorator,
     Update,
     bindparam,
     cast,
@@ -27,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, declarative_base, mapped_column, relationship
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
@@ -487,6 +489,40 @@ def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
         write(session.connection())
     session.connection().execute(update(Order).values(reads=5, version=Order.version + 1))
     assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 2)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda session, given: session.execute(update(Order).where(Order.id == 1), given),
+        lambda session, given: session.connection().execute(update(Order).values(version=Order.version + 1), given),
+        lambda session, given: session.connection().execute(update(Order).values(version=Order.version + 1), [given]),
+    ],
+    ids=["session", "connection", "many"],
+)
+def test_version_among_the_parameters_of_an_update_is_refused_because_nothing_would_check_it(session, orders, write):
+    with pytest.raises(NotSupported, match="among the parameters"):
+        write(session, {"title": "old page", "version": 1})
+
+
+def test_insert_or_replace_is_refused_because_it_sets_the_version_back(session):
+    with pytest.raises(NotSupported, match="REPLACE"):
+        session.execute(insert(Order).prefix_with("OR REPLACE").values(id=1, title="a", version=1))
+
+
+def test_version_of_a_decorated_number_has_to_count_as_well(session):
+    class BigNumber(TypeDecorator):
+        impl, cache_ok = BigInteger, True
+
+    class Decorated(VersionedMixin, declarative_base()):
+        __tablename__ = "decorated"
+        id = mapped_column(Integer, primary_key=True)
+        version = mapped_column(BigNumber, nullable=False)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": version}
+
+    with pytest.raises(NotSupported, match="leave it out"):
+        session.execute(update(Decorated).values(version=7))
+    assert Decorated.__mapper__.version_id_generator(None) == 1, "the time, as in a BigInteger; it is stopped here"
 
 
 def test_upsert_on_a_connection_has_to_count(session):

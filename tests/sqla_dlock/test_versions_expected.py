@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, delete, insert, select, text
+from sqlalchemy import Engine, delete, event, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, defer, load_only
 from sqlalchemy.orm.attributes import flag_modified
@@ -318,6 +318,33 @@ def test_version_that_the_database_counts_is_no_check_if_it_is_read_late(session
     session.commit()
     elsewhere(session, "UPDATE counted SET title = 'theirs', version = version + 1")
     session.refresh(counted, ["version"])
+    counted.title = "mine"
+    with pytest.raises(ValueError, match="read later"):
+        save_with_version(session, counted)
+
+
+@pytest.mark.parametrize("kind", [Counted, Numbered])
+def test_version_that_has_expired_alone_is_not_read_by_a_flush_of_the_instance_it_is_to_check(session, kind):
+    session.add(instance := kind(title="old"))
+    session.commit()
+    assert instance.title == "old"
+    elsewhere(session, f"UPDATE {kind.__tablename__} SET title = 'theirs', version = version + 1")
+    session.expire(instance, ["version"])
+    instance.title = "mine"
+    with pytest.raises(ValueError, match="read later"):
+        save_with_version(session, instance)
+
+
+def test_version_that_a_listener_refreshes_before_the_flush_of_another_instance_is_late(session):
+    session.add(counted := Counted(title="old"))
+    session.commit()
+    assert counted.title == "old"
+    elsewhere(session, "UPDATE counted SET title = 'theirs', version = version + 1")
+    listener = lambda *_: session.refresh(counted, ["version"])  # noqa: E731 - to be removed
+    event.listen(session, "before_flush", listener)
+    session.add(Counted(title="another"))
+    session.flush()
+    event.remove(session, "before_flush", listener)
     counted.title = "mine"
     with pytest.raises(ValueError, match="read later"):
         save_with_version(session, counted)

@@ -28,7 +28,7 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 from kazoo.handlers.threading import SequentialThreadingHandler
-from kazoo.protocol.connection import _CONNECTION_DROP
+from kazoo.protocol.connection import _CONNECTION_DROP, ConnectionHandler
 from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
@@ -360,17 +360,17 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         self._limit = limit
         self._waker: Any = None
         self.has_ended = False
-        """Whether kazoo's thread has ended. `Thread.is_alive` marks a living thread as ended if a signal handler raises
-        in it (CPython before 3.13)."""
+        """Whether the thread of kazoo's connection has ended. `Thread.is_alive` is wrong about a living thread after a
+        signal handler has raised in it (CPython before 3.13)."""
 
     def spawn(self, func: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-        """Start kazoo's thread."""
+        """Start one of kazoo's threads: that of the connection, or a worker, which ends as the interpreter exits."""
 
         def run_to_end() -> None:
             try:
                 func(*args, **kwargs)
             finally:
-                self.has_ended = True
+                self.has_ended = self.has_ended or func.__name__ == ConnectionHandler.zk_loop.__name__
 
         return super().spawn(run_to_end)
 
