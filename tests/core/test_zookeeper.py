@@ -11,8 +11,9 @@ import pytest
 
 from dlock_core import connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
+from dlock_core.backends.zookeeper.connection import Handler, Stream
 from dlock_core.backends.zookeeper.nodes import Queue, component, name_of, parse_queue
-from dlock_core.backends.zookeeper.session import Handler, Stream, read_url
+from dlock_core.backends.zookeeper.session import read_url
 from dlock_core.errors import NotSupported
 from dlock_core.names import canonical, join
 

@@ -17,7 +17,7 @@ from kazoo.protocol.serialization import Exists
 
 from dlock_core import AcquireTimeout, AsyncLock, BackendUnavailable, LeaseLost, Lock, Released, connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
-from dlock_core.backends.zookeeper.session import KazooReply
+from dlock_core.backends.zookeeper.connection import KazooReply
 from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run

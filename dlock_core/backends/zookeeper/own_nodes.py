@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import AcquireRequest
+    from dlock_core.backends.zookeeper.connection import KazooReply
     from dlock_core.backends.zookeeper.nodes import LockNodes, Queue, QueueNode
-    from dlock_core.backends.zookeeper.session import KazooReply, ZooKeeperSession
+    from dlock_core.backends.zookeeper.session import ZooKeeperSession
     from dlock_core.runtime import Runtime, Signal
 
 __all__ = ["OwnNode", "OwnNodes"]
