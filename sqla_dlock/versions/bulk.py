@@ -45,6 +45,8 @@ from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_
 from sqla_dlock.versions.writes import note_overtaken, note_written
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
 
@@ -99,14 +101,14 @@ def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: 
     """Refuse an ORM statement that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
     if isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs and _IN_SESSION not in options:  # noqa: SLF001
-        _refuse_uncounted(statement, "on a Connection")
-        mapper = written_mapper(statement)
-        if isinstance(statement, Update) and mapper is not None and _is_versioned(mapper):
-            _refuse_version_parameter([*many, params], mapper)
+        _refuse_uncounted(statement, "on a Connection", [*many, params])
 
 
-def _refuse_uncounted(statement: Any, where: str) -> None:
-    """Refuse a statement to which no count can be added, unless it counts the versions itself, or writes none."""
+def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> None:
+    """Refuse a statement to which no count can be added, unless it counts the versions itself, or writes none.
+
+    `rows`: the parameters with which it is executed.
+    """
     refuse_child_writes(statement)
     _refuse_alias_and_other_classes(statement)
     mapper = written_mapper(statement)
@@ -121,6 +123,7 @@ def _refuse_uncounted(statement: Any, where: str) -> None:
                 f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
                 f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
             )
+        _refuse_version_parameter(rows, mapper)
 
 
 def _refuse_alias_and_other_classes(statement: Any) -> None:
@@ -273,23 +276,27 @@ def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
     return options.get(name, default)
 
 
-def _refuse_version_parameter(rows: list[Any], mapper: Mapper[Any]) -> None:
+def _refuse_version_parameter(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
     """Refuse a version among the parameters of an UPDATE of many rows: it would be dropped, and not be checked."""
-    names = {version_key(mapper), version_column(mapper).key}
-    if any(not names.isdisjoint(row) for row in rows):
+    if _names_version(rows, mapper):
         raise NotSupported(
             f"{version_key(mapper)!r} among the parameters of update({mapper.class_.__name__}) would not be checked: "
             "leave it out, or compare it in where(...)"
         )
 
 
-def _refuse_assigned_versions(rows: list[Any], mapper: Mapper[Any]) -> None:
-    names = {version_key(mapper), version_column(mapper).key}
-    if any(not names.isdisjoint(row) for row in rows):
+def _refuse_assigned_versions(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
+    if _names_version(rows, mapper):
         raise ValueError(
             f"{version_key(mapper)!r} would be written as it is given: leave it out, and the version counts up "
             'unchecked; or leave dml_strategy="core_only" out, and it is checked'
         )
+
+
+def _names_version(rows: Sequence[Any], mapper: Mapper[Any]) -> bool:
+    """Return whether one of these rows of parameters names the version, by its attribute or its column."""
+    names = {version_key(mapper), version_column(mapper).key}
+    return any(not names.isdisjoint(row) for row in rows)
 
 
 def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> Result[Any]:

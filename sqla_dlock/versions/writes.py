@@ -117,7 +117,7 @@ def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], 
 
 
 def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
-    """Give the next version to an instance of which an UPDATE by primary key has written the row with this one.
+    """Set the next version of an instance of which an UPDATE by primary key has written the row with this one.
 
     SQLAlchemy gives it the version that the UPDATE was given. It also forgets that a rollback to a savepoint undoes it.
     """
