@@ -117,7 +117,7 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
     if isinstance(statement, Insert):
         _refuse_upsert(statement, mapper)
     elif isinstance(statement, Update):
-        version = _countable_version(mapper, f"update({mapper.class_.__name__})")
+        version = _countable_version(statement, mapper, f"update({mapper.class_.__name__})")
         if not _counts(_given(statement, version), version):
             raise NotSupported(
                 f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
@@ -199,7 +199,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         counted = statement._generate()  # noqa: SLF001 - there is no public way
         counted.element = _with_count(plain(statement), mapper)
         return counted
-    version = _countable_version(mapper, f"update({mapper.class_.__name__})")
+    version = _countable_version(statement, mapper, f"update({mapper.class_.__name__})")
     name = version_key(mapper)
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
@@ -221,13 +221,15 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
 
 
-def _countable_version(mapper: Mapper[Any], writer: str) -> Any:
+def _countable_version(statement: Any, mapper: Mapper[Any], writer: str) -> Any:
     """Return the column of the version, which one statement can only count up if it is in the table that it writes.
 
     MariaDB and MySQL would take another table's for a join without a condition, and move the versions of all rows.
     """
     version = version_column(mapper)
-    if version.table is not mapper.local_table:
+    # Not the table of the class, as an UPDATE of a parent's table has the class that its WHERE names; and not the same
+    # object, as the ORM annotates tables.
+    if version.table != without_alias(plain(statement).table):
         raise NotSupported(
             f"{writer} cannot count {version_key(mapper)!r} up, which is in the table {version.table.name}: update the "
             "rows one by one"
@@ -325,7 +327,7 @@ def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
             "on_conflict_do_update()"
         )
     for values in upserted_values(statement):
-        version = _countable_version(mapper, f"an upsert of {mapper.class_.__name__}")
+        version = _countable_version(statement, mapper, f"an upsert of {mapper.class_.__name__}")
         if not _counts([values[version.key]] if version.key in values else [], version):
             raise NotSupported(
                 f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "

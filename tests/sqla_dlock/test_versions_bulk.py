@@ -682,6 +682,20 @@ def test_statement_cannot_count_a_version_in_the_table_of_its_parent(session, co
     assert rows(session, Shop.owner, Shop.version) == [("a", 1), ("b", 1)]
 
 
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_of_the_parents_table_that_names_a_joined_subclass_counts_the_version(session, on):
+    made(session, Shop(owner="a"), Shop(owner="b"))
+    table = Place.__table__
+    renamed = update(table).where(table.c.id == Shop.__table__.c.id, Shop.owner == "a")
+    if on == "session":
+        session.execute(renamed.values({table.c.name: "new"}), execution_options={"synchronize_session": False})
+    else:
+        with pytest.raises(NotSupported, match=r"on a Connection has to count its version up itself"):
+            session.connection().execute(renamed.values({table.c.name: "new"}))
+        session.connection().execute(renamed.values({table.c.name: "new", table.c.version: table.c.version + 1}))
+    assert rows(session, Shop.owner, Shop.name, Shop.version) == [("a", "new", 2), ("b", "", 1)]
+
+
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
 def test_update_in_a_cte_cannot_count_a_version_in_the_table_of_its_parent(session):
     with pytest.raises(NotSupported, match="which is in the table place: update the rows one by one"):
