@@ -39,9 +39,14 @@ def _versioned_class(get_form_class: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 def _model_of(view: Any) -> Any:
-    """Return the model of a view: that of its form, because a view with its own `get_object()` may name no other."""
+    """Return the model of a view: a view with its own `get_object()` may name it by its form only, or nowhere."""
     options = getattr(getattr(view, "form_class", None), "_meta", None)
-    return getattr(options, "model", None) or view.get_queryset().model
+    if model := getattr(options, "model", None):
+        return model
+    try:
+        return view.get_queryset().model
+    except ImproperlyConfigured:
+        return type(getattr(view, "object", None) or view.get_object())
 
 
 @guards

@@ -315,7 +315,7 @@ def test_form_class_that_a_view_chooses_itself_is_guarded_and_keeps_its_fields(a
     assert read(ticket).title == "theirs"
 
 
-class OwnObject(VersionedEditMixin, UpdateView):
+class FindsItself:
     success_url = "/done/"
 
     def get_object(self, queryset=None):
@@ -324,19 +324,40 @@ class OwnObject(VersionedEditMixin, UpdateView):
     render_to_response = EditPlain.render_to_response
 
 
-@pytest.mark.parametrize("form_class", [TicketForm, PlainForm])
-def test_view_that_finds_its_object_itself_needs_no_model_beside_that_of_its_form(admin_pages, ticket, rf, form_class):
-    view = OwnObject.as_view(form_class=form_class)
+class OwnObject(FindsItself, VersionedEditMixin, UpdateView):
+    pass
+
+
+@pytest.mark.parametrize("options", [{"form_class": TicketForm}, {"form_class": PlainForm}, {"fields": ["title"]}])
+def test_view_that_finds_its_object_itself_needs_no_model(admin_pages, ticket, rf, options):
+    view = OwnObject.as_view(**options)
     sent = form(view(rf.get("/"), pk=ticket.pk), title="my")
     assert view(rf.post("/", sent), pk=ticket.pk).status_code == 302
     assert read(ticket).title == "my"
     assert "was changed by someone else" in text(view(rf.post("/", sent | {"title": "me"}), pk=ticket.pk))
 
 
+class OwnObjectToDelete(FindsItself, VersionedEditMixin, DeleteView):
+    pass
+
+
+def test_view_that_finds_its_object_itself_deletes_only_what_was_seen_without_a_model(admin_pages, ticket, rf):
+    view = OwnObjectToDelete.as_view()
+    sent = form(view(rf.get("/"), pk=ticket.pk))
+    change(ticket, title="theirs")
+    assert "was changed by someone else" in text(view(rf.post("/", sent), pk=ticket.pk))
+    sent = form(view(rf.get("/"), pk=ticket.pk))
+    assert view(rf.post("/", sent), pk=ticket.pk).status_code == 302
+    assert not Ticket.objects.filter(pk=ticket.pk).exists()
+
+
 def test_view_without_a_model_says_what_it_is_missing(ticket, rf):
+    class Nameless(VersionedEditMixin, UpdateView):
+        fields = ("title",)
+
     for request in (rf.get("/"), rf.post("/")):
-        with pytest.raises(ImproperlyConfigured, match=r"Define OwnObject\.model"):
-            OwnObject.as_view(fields=["title"])(request, pk=ticket.pk)
+        with pytest.raises(ImproperlyConfigured, match=r"Define Nameless\.model"):
+            Nameless.as_view()(request, pk=ticket.pk)
 
 
 class OwnForm(EditPlain):
