@@ -10,8 +10,8 @@ import pytest
 import redis
 from redis._parsers import _RESP2Parser
 
-from dlock_core.backends.redis import transport
-from dlock_core.backends.redis.transport import AsyncioTransport
+from dlock_core.backends.redis import sockets, transport
+from dlock_core.backends.redis.sockets import AsyncioTransport
 from dlock_core.backends.redis.waiting import _Waiter
 from dlock_core.leases.acquisition import new_request
 
@@ -35,9 +35,9 @@ def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
     with ours, servers:
         for _ in range(2):
             servers.sendall(b":1\r\n")
-            assert transport.exchange_blocking(connection, b"", 1, 2.0) == [1]
+            assert sockets.exchange_blocking(connection, b"", 1, 2.0) == [1]
             limits.append(ours.gettimeout())
-            assert transport._is_silent(connection)
+            assert sockets._is_silent(connection)
     assert limits == [2.0, 2.0]
 
 

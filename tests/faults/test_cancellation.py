@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.redis import transport
+from dlock_core.backends.redis import sockets
 from dlock_core.backends.redis.backend import RedisBackend
 from tests.faults.looking import holders, interrupted, is_untouched, waiters
 from tests.servers import Server
@@ -183,7 +183,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, k: int, taken: bool, answered: bool
 ) -> None:
     """An acquire reads the reply to its first request; if it has to wait, also the wake-up and the next reply."""
-    real, me, reads = transport.read_reply, threading.get_ident(), 0
+    real, me, reads = sockets.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -199,7 +199,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     if taken:
         holder.start()
         assert begun.wait(30)
-    monkeypatch.setattr(transport, "read_reply", interrupted)
+    monkeypatch.setattr(sockets, "read_reply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()
@@ -228,7 +228,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, redis_server: Server
 ) -> None:
     """Its next request is sent behind the wake-up that it waits for: if that ran, its grant would be an orphan."""
-    real, me, reads = transport.read_reply, threading.get_ident(), 0
+    real, me, reads = sockets.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -240,7 +240,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     holder = threading.Thread(target=hold, args=(direct, begun := threading.Event()))
     holder.start()
     assert begun.wait(30)
-    monkeypatch.setattr(transport, "read_reply", interrupted)
+    monkeypatch.setattr(sockets, "read_reply", interrupted)
     with pytest.raises(KeyboardInterrupt) as kept:
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()

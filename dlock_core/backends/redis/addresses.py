@@ -15,7 +15,8 @@ from redis.asyncio.sentinel import SentinelManagedConnection as AsyncSentinelMan
 from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncSentinelManagedSSLConnection
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-from dlock_core.backends.redis.transport import AsyncioTransport, BlockingTransport, Packer
+from dlock_core.backends.redis.sockets import AsyncioTransport, BlockingTransport
+from dlock_core.backends.redis.transport import Packer
 from dlock_core.options import has_swallowed_options, is_host, tells_secret
 
 if TYPE_CHECKING:

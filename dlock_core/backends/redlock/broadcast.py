@@ -26,15 +26,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.redis.addresses import title
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.backends.redis.transport import (
-    MAX_IDLE_CONNECTIONS,
-    TRUSTED_IDLE_S,
-    exchange,
-    exchange_blocking,
-    pack_commands,
-    read_reply,
-    unavailable,
-)
+from dlock_core.backends.redis.sockets import MAX_IDLE_CONNECTIONS, TRUSTED_IDLE_S, exchange_blocking, read_reply
+from dlock_core.backends.redis.transport import exchange, pack_commands, unavailable
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dlock_core.backends.redis.protocol import Command, Script
-    from dlock_core.backends.redis.transport import AsyncioTransport
+    from dlock_core.backends.redis.sockets import AsyncioTransport
     from dlock_core.runtime import Runtime
 
 __all__ = ["LATE", "Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking", "is_late"]
