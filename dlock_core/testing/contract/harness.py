@@ -31,6 +31,7 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from inspect import isawaitable
@@ -185,7 +186,8 @@ class Harness:
 
     def until(self, condition: Step) -> None:
         """Poll until a condition holds; only for conditions without an event."""
-        for _ in range(int(WITHIN * 100)):
+        deadline = time.monotonic() + WITHIN
+        while time.monotonic() < deadline:
             if condition():
                 return
             threading.Event().wait(0.01)
