@@ -314,18 +314,19 @@ class VersionedMixin(models.Model):
     def _do_insert(self, manager: Any, using: str, *args: Any, **named: Any) -> Any:
         """Insert as Django does; a rollback restores the version and `_state`, so that saving again works."""
         name, state = self._dlock_version.attname, self._state
-        before = vars(self).get(name)
+        before = {each: vars(self).get(each, ABSENT) for each in (name, READ_VERSION)}
         is_copy = not state.adding and state.db != using
         try:
             inserted = super()._do_insert(  # type: ignore[misc]
                 manager, using, *args, **named
             )
         except BaseException:
-            vars(self)[name] = before
+            vars(self).pop(name, None)
+            vars(self).update({each: value for each, value in before.items() if value is not ABSENT})
             raise
         if is_copy:
             restore_on_rollback(state, {"adding": False, "db": state.db}, using=using)
-            restore_on_rollback(self, {name: before}, using=using)
+            restore_on_rollback(self, before, using=using)
         else:
             restore_on_rollback(state, {"adding": True}, using=using)
         vars(self).pop(READ_VERSION, None)

@@ -514,6 +514,19 @@ def test_copy_into_another_database_is_made_there(replica, database, use_databas
         Article.objects.get().save(using="other")
 
 
+def test_copy_that_is_rolled_back_leaves_the_row_that_was_read(database, use_database):
+    use_database("other")
+    Article.objects.using(database).create(title="a")
+    article = Article.objects.using(database).get()
+    with pytest.raises(RuntimeError), atomic("other"):
+        article.save(using="other")
+        raise RuntimeError
+    assert (article._state.adding, article._state.db) == (False, database)
+    article.title = "b"
+    article.save()
+    assert read(article).title == "b"
+
+
 def test_row_of_two_tables_that_is_gone_is_not_made_anew(database):
     member = Member.objects.using(database).create(name="a", grade=1)
     read(member).delete()

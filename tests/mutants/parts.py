@@ -217,6 +217,15 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/backends/table/statements.py: …HANNEL}', name)) FILTER (WHERE wanted_until > {_POSTGRESQL_NOW}) FROM ended\" → …HANNEL}', name)) FILTER (WHERE wanted_until >= {_POSTGRESQL_NOW}) FROM ended\"": "one notification more, of which a waiter learns nothing wrong",
     "dlock_core/backends/advisory/postgresql.py: await runtime.sleep(0.005) → pass": "it asks more often whether the session is gone",
     "dlock_core/backends/advisory/mysql.py: waiting = await self._waiting(runtime, name or '') → waiting = await self._waiting(runtime, name and '')": "the name is told in an error only",
+    "dlock_core/sql/versions.py: def first_version(bits: int=63) -> int: → def first_version(bits: int=64) -> int:": (
+        "either column has room for the time"
+    ),
+    "sqla_dlock/versions/undone.py: if _failed and (not session.in_nested_transaction()): "
+    "→ if _failed or not session.in_nested_transaction():": "with no error there is nothing to find, at any end",
+    "sqla_dlock/versions/writes.py: if name == version_name or not history.has_changes(): "
+    "→ if name == version_name and (not history.has_changes()):": (
+        "an attribute that was set to what it was takes a flush, which does not write it"
+    ),
     "dlock_core/leases/handles.py: raise NotImplementedError → pass": "every class that is released has a step of its own",
     "dlock_core/transactions/fence_sql.py: PURGE_BATCH_SIZE: Final = 500 → PURGE_BATCH_SIZE: Final = 501": (
         "one row more is deleted at a time"

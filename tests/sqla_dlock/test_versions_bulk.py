@@ -33,7 +33,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, declarativ
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, save_with_version
+from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
@@ -779,6 +779,24 @@ def test_conflict_of_a_row_that_is_not_loaded_names_its_class(session, orders):
     with pytest.raises(StaleObject, match=rf"cannot save Order\({key}\) at version 7: the row has version 1") as caught:
         session.execute(update(Order), [{"id": key, "reads": 6, "version": 7}])
     assert caught.value.instance is None
+
+
+def test_rows_of_several_queries_are_locked_in_the_order_of_their_keys(session, orders, engine, monkeypatch):
+    """Two sessions that write the same rows in different orders could deadlock."""
+    monkeypatch.setattr(conflicts, "MAX_ROWS_PER_QUERY", 2)
+    queried: list[Any] = []
+
+    def note(connection: Any, clause: Any, many: Any, params: Any, options: Any) -> None:
+        if "dlock_keys" in params:
+            queried.append(params["dlock_keys"])
+
+    event.listen(engine, "before_execute", note)
+    try:
+        session.execute(update(Order), [{"id": each.id, "version": 1, "reads": 9} for each in reversed(orders)])
+    finally:
+        event.remove(engine, "before_execute", note)
+    keys = sorted(each.id for each in orders)
+    assert queried == [keys[:2], keys[2:4], keys[4:]]
 
 
 def test_update_by_primary_key_without_versions_is_refused(session, orders):

@@ -3,11 +3,11 @@
 from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, Integer, SmallInteger, create_engine, insert, select, text, update
+from sqlalchemy import Engine, ForeignKey, Integer, SmallInteger, create_engine, func, insert, select, text, update
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, declared_attr, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, declared_attr, mapped_column
 
-from sqla_dlock.versions import StaleObject, VersionedMixin, touch
+from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version, touch
 
 
 @pytest.fixture
@@ -204,6 +204,20 @@ def test_generator_of_the_program_s_own_is_kept(base, engine):
     touch(session, doc)
     session.flush()
     assert doc.version == "xx"
+
+
+def test_save_with_version_refreshes_a_property_that_the_database_computes(base, engine):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="old")
+        heading: Mapped[str] = column_property(func.upper(title.column))
+
+    session = stored(base, engine, doc := Doc(id=1))
+    assert doc.heading == "OLD"
+    doc.title = "new"
+    save_with_version(session, doc)
+    assert doc.heading == "NEW"
 
 
 def test_joined_subclass_of_an_unversioned_class_is_checked(base, engine):
