@@ -343,7 +343,7 @@ class Acquisition:
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()
         hooks.emit("timeout", self.request.name, seconds=waited, contended=True)
-        busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
+        busy = self.answer if isinstance(self.answer, Busy) else Busy(MAX_RETRY_AFTER_S)
         owner = owners.describe(busy.owner) if busy.owner else ""
         return AcquireTimeout(
             self.request.name,

@@ -517,15 +517,18 @@ class TestGrantWhoseAnswerWasLost:
 
             async def release(self, runtime: Any, request: Any, granted: Any) -> Released:
                 await silence(runtime)
+                released.add(request.name)
                 return await super().release(runtime, request, granted)
 
         monkeypatch.setattr(acquisition, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
+        released = set[str]()
         store = Silent()
         with pytest.raises(BackendUnavailable):
             asyncio.run(lock(store, ttl=TTL_S, wait=0).acquire())
         assert "c" in [state.name for state in run(store.inspect(BLOCKING))]
         store.failure = None
         until(lambda: not run(store.inspect(BLOCKING)))
+        assert released == ({"a", "b"} if lock.func is AsyncMultiLock else set())
 
     def test_is_not_abandoned_in_the_background_where_that_is_refused(
         self,
@@ -543,6 +546,19 @@ class TestGrantWhoseAnswerWasLost:
         with pytest.raises(BackendUnavailable):
             run(Acquisition(BLOCKING, backend, request, options).acquire())
         assert not is_any_repeated()
+
+
+def test_pause_between_two_rounds_doubles_up_to_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses, store = 100.0, [], Away()
+    monkeypatch.setattr(late_releases, "clock", lambda: now)
+    monkeypatch.setattr(late_releases.Scheduler, "plan", lambda *_: None)
+    steps = late_releases._LateSteps()
+    add(steps, record_of(store))
+    for _ in range(7):
+        now = steps._due
+        steps._run_due()
+        pauses.append(round(steps._due - now, 3))
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_acquires_that_fail_while_the_store_is_away_leave_no_endless_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,6 +354,28 @@ def test_interrupt_while_what_was_taken_is_given_back_leaves_none_of_it():
     taken.release()
 
 
+def test_interrupt_of_the_clean_up_reaches_the_caller_whose_wait_was_over():
+    class Interrupting(MemoryBackend):
+        interrupts = 1
+
+        async def abandon(self, *args):
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return await super().abandon(*args)
+
+    store = Interrupting()
+    taken = Lock(store, "a").acquire()
+
+    def work():
+        with pytest.raises(KeyboardInterrupt):
+            Lock(store, "a", wait=0.01).acquire()
+
+    in_thread(work)
+    assert not run(store.inspect(BLOCKING, "a"))[0].waiters
+    taken.release()
+
+
 async def test_release_is_finished_while_its_task_is_cancelled():
     store = MemoryBackend()
     lease = await AsyncMultiLock(store, ["a", "b", "c"]).acquire()
