@@ -420,6 +420,17 @@ def test_lease_that_is_released_while_a_greater_token_is_asked_for_leaves_nothin
     assert [state.holders for state in run(store.inspect(runtime, "a"))] == [()]
 
 
+@pytest.mark.parametrize("failing", ["renew", "try_acquire"])
+def test_store_that_cannot_be_reached_gives_no_greater_token(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object, **__: object) -> None:
+        raise BackendUnavailable("a", reason="it is away")
+
+    store, options = MemoryBackend(), LockOptions(30.0, 0.0, renew=False)
+    lease = run(Acquisition(BLOCKING, store, new_request("a", options), options).acquire())
+    monkeypatch.setattr(store, failing, away)
+    assert not run(engine.raise_token(BLOCKING, lease, lease.token))
+
+
 def test_two_holders_of_one_memory_store_take_turns_in_no_time(runtime: ManualRuntime) -> None:
     store, start = MemoryBackend(runtime.now), runtime.now()
     first = ask(runtime, store)
