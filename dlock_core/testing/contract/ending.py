@@ -142,6 +142,8 @@ def test_lost_lease_is_told_once(harness: Harness, name: str) -> None:
 
 
 def test_lease_thrown_away_warns_and_runs_out(harness: Harness, name: str) -> None:
+    # A client may refer to the frames of the call that connects until the next garbage collection, as redis-py does.
+    harness.do(harness.acquire(name).release)
     lease = harness.do(harness.lock(name, ttl=harness.renewed_ttl).acquire)
     token, holder = lease.token, lease.holder
     harness.observed.until(lambda calls: sum(call.method == "renew" and holder in call.holders for call in calls) > 1)
