@@ -17,6 +17,7 @@ from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
+from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.row_sql import RowLockQuery, own_tables, require_row_locks, set_lock_clause, waiting_in
 from dlock_core.observability.hooks import emit_conflict
@@ -196,12 +197,27 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
             return super().update(**values)
         if not _counts(values.get(version.name), version):
             values[version.name] = F(version.name) + 1
-        if not _has_parents(self.model):
+        self._for_write = True
+        is_locked = needs_lock(self, version)
+        if not is_locked and not has_parents(self.model):
             return super().update(**values)
         # Django sends one UPDATE for each table that the model inherits from, and only together may they take effect.
-        self._for_write = True
         with transaction.atomic(using=self.db):
-            return super().update(**values)
+            rows: Any = lock_matching(self, version) if is_locked else self
+            self._result_cache = None
+            return super(CountingQuerySet, rows).update(**values)
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Delete as Django does; checks nothing but a version that the condition compares, `filter(version=seen)`."""
+        version = _version_of(self.model)
+        self._for_write = True
+        if version is None or not needs_lock(self, version, for_delete=True):
+            return super().delete()
+        with transaction.atomic(using=self.db):
+            self._result_cache = None
+            return super(CountingQuerySet, lock_matching(self, version)).delete()
+
+    delete.queryset_only = True  # type: ignore[attr-defined]  # as Django's: a manager has no delete()
 
 
 class VersionedQuerySet(CountingQuerySet[M_co]):
@@ -210,8 +226,9 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
     def update(self, **values: Any) -> int:
         """Update as Django does, and increment the version of each row.
 
-        Nothing is checked: a queryset stands for rows, not for states of rows that the caller has read. Raises
-        NotSupported for a version among the values, such as a payload's, unless it counts: `F("version") + 1`.
+        Nothing is checked but a version that the condition compares, `filter(version=seen)`: a queryset stands for
+        rows, not for states of rows that the caller has read. Raises NotSupported for a version among the values, such
+        as a payload's, unless it counts: `F("version") + 1`.
         """
         version = _version_of(self.model)
         if version is not None and version.name in values and not _counts(values[version.name], version):
@@ -241,8 +258,11 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
         self._for_write = True
         with transaction.atomic(using=self.db):
             rows = 0
-            if self._is_one_table() or self._lock_unchanged(objs):
-                rows = sum(self._checked_update(batch, fields) for batch in self._batches(objs, fields, batch_size))
+            # SQLite needs no lock: no other transaction can write between a read and a write of this one.
+            is_guarded = is_one_table(self) or not connections[self.db].features.has_select_for_update
+            if is_guarded or self._lock_unchanged(objs):
+                update = self._checked_update if is_guarded else super().bulk_update
+                rows = sum(update(batch, fields) for batch in self._batches(objs, fields, batch_size))
             if rows < len(objs):
                 # Some row is stale. The block is rolled back without an exception, so that the one raised below comes
                 # from outside it and the surrounding transaction stays usable.
@@ -281,24 +301,11 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
         size = min(size or max_size, max_size)
         return (objs[start : start + size] for start in range(0, len(objs), size))
 
-    def _is_one_table(self) -> bool:
-        """Return whether one UPDATE can both check and write.
-
-        With several tables Django first selects the keys that it then updates, or updates what a subquery finds. Both
-        read the version before the statement waits for the row, and do not read it again after the wait.
-        """
-        return not _has_parents(self.model) and self.all().query.count_active_tables() <= 1
-
     def _lock_unchanged(self, objs: Sequence[Any]) -> bool:
         """Lock the rows of objects in the order of their keys; return whether all of them still have their versions."""
-        features: Any = connections[self.db].features
-        if not features.has_select_for_update:
-            return True  # SQLite: no other transaction can write between a read and a write of this one.
         version = _version_of(self.model)
         expected = {obj._get_pk_val(version.model._meta): version.read_version(obj) for obj in objs}  # noqa: SLF001 - Django's
-        rows: Any = models.QuerySet(version.model, using=self.db).filter(pk__in=expected).order_by("pk")
-        locked = rows.select_for_update(no_key=features.has_select_for_no_key_update)
-        return dict(locked.values_list("pk", version.attname)) == expected
+        return lock_versions(expected, version, self.db) == expected
 
     def _checked_update(self, objs: Sequence[Any], fields: Iterable[str]) -> int:
         """Update a batch where the versions are still those read; return the number of rows that were."""
@@ -337,11 +344,6 @@ def _counts(value: Any, version: Any) -> bool:
     sides = (value.lhs, value.rhs)
     numbers = [each.value for each in sides if isinstance(each, Value)]
     return F(version.name) in sides and any(isinstance(number, int) and number > 0 for number in numbers)
-
-
-def _has_parents(model: Any) -> bool:
-    """Return whether the rows of a model are spread over several tables."""
-    return bool(model._meta.concrete_model._meta.parents)
 
 
 def found_versions(rows: models.QuerySet[Any], version: Any) -> dict[Any, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import django
 import pytest
-from django.db import IntegrityError, connections, models
+from django.db import IntegrityError, NotSupportedError, connections, models
 from django.db.models.signals import pre_delete
 from django.db.transaction import atomic
 from django.test import override_settings
@@ -415,6 +415,166 @@ def test_update_of_several_tables_changes_and_counts_or_does_neither(database, m
                 assert model.objects.using(database).filter(pk=row.pk, **values).count() == 0
         row.refresh_from_db()
     assert failures == 2  # one of the three changes needs one UPDATE only
+
+
+# versions that the condition of a queryset compares
+
+
+def with_a_joined_condition(rows: Any, article: Any) -> Any:
+    return rows.filter(pk=article.pk, version=article.version, counter__name="a")
+
+
+def without_a_joined_condition(rows: Any, article: Any) -> Any:
+    return rows.filter(pk=article.pk, version=article.version).exclude(counter__name="b")
+
+
+def with_exists(rows: Any, article: Any) -> Any:
+    counters = Counter.objects.filter(pk=models.OuterRef("counter_id"))
+    return rows.filter(models.Exists(counters), pk=article.pk, version=article.version)
+
+
+def with_a_subquery_that_compares(rows: Any, article: Any) -> Any:
+    return rows.filter(pk__in=rows.filter(pk=article.pk, version=article.version))
+
+
+def with_an_annotation(rows: Any, article: Any) -> Any:
+    return rows.annotate(seen=models.F("version")).filter(pk=article.pk, seen=article.version, counter__name="a")
+
+
+def with_groups(rows: Any, article: Any) -> Any:
+    return rows.annotate(n=models.Count("counter__name")).filter(pk=article.pk, version=article.version, n=1)
+
+
+def with_select_related(rows: Any, article: Any) -> Any:
+    return rows.select_related("counter").filter(pk=article.pk, version=article.version)
+
+
+def with_an_order_by_a_join(rows: Any, article: Any) -> Any:
+    return rows.filter(pk=article.pk, version=article.version).order_by("counter__name")
+
+
+def with_distinct(rows: Any, article: Any) -> Any:
+    return rows.filter(pk=article.pk, version=article.version, counter__name="a").distinct()
+
+
+def with_its_key(rows: Any, row: Any) -> Any:
+    return rows.filter(pk=row.pk, version=row.version)
+
+
+COMPARED: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
+    "one table": (Article, "objects", "title", with_its_key),
+    "joined condition": (Article, "objects", "title", with_a_joined_condition),
+    "joined exclude": (Article, "objects", "title", without_a_joined_condition),
+    "Exists": (Article, "objects", "title", with_exists),
+    "pk__in=queryset": (Article, "objects", "title", with_a_subquery_that_compares),
+    "annotation": (Article, "objects", "title", with_an_annotation),
+    "groups": (Article, "objects", "title", with_groups),
+    "select_related": (Article, "objects", "title", with_select_related),
+    "order by a join": (Article, "objects", "title", with_an_order_by_a_join),
+    "distinct": (Article, "objects", "title", with_distinct),
+    "manager that joins": (Job, "active", "title", with_its_key),
+    "multi-table": (Shop, "objects", "owner", with_its_key),
+    "multi-table, field of the parent": (Shop, "objects", "name", with_its_key),
+    "multi-table, subquery": (Shop, "objects", "owner", with_a_subquery_that_compares),
+    "version in the child": (Member, "objects", "grade", with_its_key),
+    "version in the child, field of the parent": (Member, "objects", "name", with_its_key),
+}
+
+
+LEVELS = [("postgresql", "read committed"), ("mariadb", "read committed"), ("mariadb", "repeatable read")]
+
+Race = Callable[[str, Callable[[Any], Any]], tuple[str, Any]]
+
+
+@pytest.fixture(params=LEVELS, ids=" ".join)
+def race(request: pytest.FixtureRequest, isolated: Any, party: Callable[[], Party]) -> Race:
+    """Return a function that compares a version while another transaction has written the row, and then commits.
+
+    It returns the row's value and what the write returned.
+    """
+    database, level = request.param
+    alias = isolated(database, level)
+
+    def race(shape: str, write: Callable[[Any], Any]) -> tuple[str, Any]:
+        model, manager, name, compare = COMPARED[shape]
+        row = model.objects.using(database).create(**parents(model, database))
+        other, mine = party(), party()
+        mine.begin(alias)
+        mine.now(Counter.objects.using(alias).count)  # Its snapshot, if it keeps one, is older than the other's write.
+        other.begin(database)
+        other.now(lambda: model.objects.using(database).update(**{name: 1}))
+        writing = mine.do(lambda: write(compare(getattr(model, manager).using(alias), row)))
+        until_blocked(database)
+        other.commit()
+        written = writing.result(60)
+        mine.commit()
+        return str(model.objects.using(database).values_list(name, flat=True).first()), written
+
+    return race
+
+
+def parents(model: Any, alias: str) -> dict[str, Any]:
+    if model is Article:
+        return {"counter": Counter.objects.using(alias).get_or_create(name="a")[0]}
+    return {"team": Team.objects.using(alias).create()} if model is Job else {}
+
+
+@pytest.mark.parametrize("shape", COMPARED)
+def test_update_that_compares_a_version_writes_no_row_that_moves_on_while_it_waits(race, shape):
+    assert race(shape, lambda rows: rows.update(**{COMPARED[shape][2]: 2})) == ("1", 0)
+
+
+@pytest.mark.parametrize("shape", COMPARED)
+def test_delete_that_compares_a_version_deletes_no_row_that_moves_on_while_it_waits(race, shape):
+    assert race(shape, lambda rows: rows.delete()[0]) == ("1", 0)
+
+
+@pytest.mark.parametrize("race", LEVELS[:2], ids=" ".join, indirect=True)
+def test_update_that_compares_a_version_writes_a_row_that_moves_on_and_still_matches(race):
+    def at_any_version(rows: Any) -> Any:
+        return Article.objects.using(rows.db).filter(counter__name="a", version__gt=0)
+
+    assert race("joined condition", lambda rows: at_any_version(rows).update(title=2)) == ("2", 1)
+
+
+@pytest.mark.parametrize("shape", COMPARED)
+def test_version_that_did_not_move_on_is_compared_and_counted_in_every_shape(database, shape):
+    model, manager, name, compare = COMPARED[shape]
+    row, _ = (model.objects.using(database).create(**parents(model, database)) for _ in "ab")
+    rows = compare(getattr(model, manager).using(database), row)
+    assert len(rows) == 1
+    assert rows.update(**{name: 2}) == 1
+    assert len(rows) == 0
+    assert (str(getattr(read(row), name)), read(row).version) == ("2", row.version + 1)
+    assert rows.update(**{name: 3}) == 0
+    assert rows.delete()[0] == 0
+    compare(getattr(model, manager).using(database), read(row)).delete()
+    assert model.objects.using(database).count() == 1
+
+
+def data_statements(queries: Any) -> list[str]:
+    return [each["sql"] for each in queries if each["sql"].split()[0] in ("SELECT", "UPDATE", "DELETE")]
+
+
+@pytest.mark.parametrize("shape", ["one table", "Exists", "select_related", "order by a join"])
+def test_comparison_in_one_table_is_one_statement(database, shape):
+    model, manager, name, compare = COMPARED[shape]
+    row = model.objects.using(database).create(**parents(model, database))
+    for write in (lambda rows: rows.update(**{name: 2}), lambda rows: rows.delete()):
+        rows = compare(getattr(model, manager).using(database), read(row))
+        with CaptureQueriesContext(connections[database]) as queries:
+            write(rows)
+        assert len(data_statements(queries)) == 1
+
+
+def test_update_and_delete_that_django_refuses_are_refused_before_any_i_o(database):
+    rows = Shop.objects.using(database).filter(version=3)
+    with CaptureQueriesContext(connections[database]) as queries:
+        for refused in (rows[:2], rows.union(rows)):
+            for write in (refused.update, refused.delete):
+                with pytest.raises((TypeError, NotSupportedError)):
+                    write()
+    assert not data_statements(queries)
 
 
 # other databases

@@ -1,0 +1,81 @@
+"""Versions that the condition of a queryset compares: `filter(version=seen)`.
+
+A database that has waited for a row evaluates the conditions on that row again, but neither those on other tables nor
+subqueries, and Django writes what a subquery or an earlier SELECT has found. The rows are then locked before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, models
+from django.db.models.deletion import Collector
+from django.db.models.expressions import Col
+from django.db.models.sql import Query
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "needs_lock"]
+
+
+def needs_lock(rows: Any, version: Any, *, for_delete: bool = False) -> bool:
+    """Return whether the condition of a queryset compares the version, and a write would not compare it again."""
+    if not connections[rows.db].features.has_select_for_update:
+        return False  # SQLite: no other transaction can write between a read and a write of this one.
+    if rows.query.is_sliced or rows.query.combinator:
+        return False  # Django refuses to write these.
+    places = {is_nested for field, is_nested in _named_columns(rows.query.where) if field == version}
+    if not places:
+        return False
+    is_read_first = for_delete and not Collector(using=rows.db, origin=rows).can_fast_delete(rows)
+    return is_read_first or True in places or not is_one_table(rows)
+
+
+def is_one_table(rows: Any) -> bool:
+    """Return whether one UPDATE can both check and write.
+
+    With several tables Django first selects the keys that it then updates, or updates what a subquery finds. Both read
+    the version before the statement waits for the row, and do not read it again after the wait.
+    """
+    return not has_parents(rows.model) and rows.all().query.count_active_tables() <= 1
+
+
+def has_parents(model: Any) -> bool:
+    """Return whether the rows of a model are spread over several tables."""
+    return bool(model._meta.concrete_model._meta.parents)
+
+
+def lock_matching(rows: Any, version: Any) -> Any:
+    """Lock the rows of a queryset, and return those that still match, by their keys.
+
+    A version stands for a state of its row: what matched at a version still matches if the locked row has that version.
+    Where it has another one, the condition is evaluated again, now that no other transaction can write the row. If that
+    reads from an older snapshot (MariaDB and MySQL at REPEATABLE READ), the row does not match.
+    """
+    key = version.model._meta.pk.name
+    found = dict(rows.values_list(key, version.name))
+    locked = lock_versions(found, version, rows.db)
+    if found != locked:
+        found = dict(rows.filter(**{f"{key}__in": list(locked)}).values_list(key, version.name))
+    return rows.filter(**{f"{key}__in": [each for each in found if found[each] == locked[each]]})
+
+
+def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, int]:
+    """Lock rows of the table that has the version, in the order of their keys; return their versions by key."""
+    rows: Any = models.QuerySet(version.model, using=using).filter(pk__in=list(keys)).order_by("pk")
+    locked = rows.select_for_update(no_key=connections[using].features.has_select_for_no_key_update)
+    return dict(locked.values_list("pk", version.attname))
+
+
+def _named_columns(expression: Any, *, is_nested: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the field of each column that an expression names, and whether it is named in a subquery."""
+    if isinstance(expression, Col):
+        yield expression.target, is_nested
+    elif isinstance(expression, Query):
+        parts = (expression.where, *expression.select, *expression.annotations.values(), *expression.combined_queries)
+        for part in parts:
+            yield from _named_columns(part, is_nested=True)
+    else:
+        for part in getattr(expression, "get_source_expressions", list)():
+            yield from _named_columns(part, is_nested=is_nested)
