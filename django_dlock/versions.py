@@ -33,6 +33,8 @@ __all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet",
 
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
+_FORCED: Final = "_dlock_forced"
+"""Attribute of an instance during a save with force_update, which Django does not pass to the tables of its parents."""
 
 
 class _NextVersion:
@@ -195,6 +197,17 @@ class VersionedMixin(models.Model):
                 state.db = using
         super().save(*args, **options)
 
+    def save_base(self, *args: Any, **options: Any) -> None:
+        """Save as Django does, but with force_update insert a row in none of the tables of a model."""
+        if not options.get("force_update"):
+            super().save_base(*args, **options)
+            return
+        vars(self)[_FORCED] = True
+        try:
+            super().save_base(*args, **options)
+        finally:
+            vars(self).pop(_FORCED, None)
+
     def save_with_version(self, *, expected: int | None = None, **options: Any) -> None:
         """Save, or raise StaleObject if the row was changed or deleted since this instance was read.
 
@@ -211,7 +224,8 @@ class VersionedMixin(models.Model):
             StaleObject: the row has another version, or is gone.
             ValueError: the version was deferred, so nothing can be checked.
         """
-        self._check_expected(expected, "save")
+        is_insert = self._state.adding and not (options.get("force_update") or options.get("update_fields"))
+        self._check_expected(expected, "save", is_insert=is_insert)
         using = options.get("using") or router.db_for_write(type(self), instance=self)
         if self._meta.concrete_model._meta.parents:  # type: ignore[union-attr]
             # A row in several tables takes several UPDATEs, and those before the conflict must be undone.
@@ -270,16 +284,18 @@ class VersionedMixin(models.Model):
         if self._dlock_version.attname in read:
             self._dlock_version.mark_read(self, read)
 
-    def _check_expected(self, expected: int | None, action: str) -> None:
+    def _check_expected(self, expected: int | None, action: str, *, is_insert: bool = False) -> None:
         """Raise StaleObject for a conflict that needs no statement.
 
         Inside `save()` Django would take the same error for a failed statement, and doom the transaction.
         """
         if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
             raise TypeError(f"expected is a number, as versions of {type(self).__name__} are, not {expected!r:.80}")
-        found = None if self._state.adding else self._dlock_version.expected_version(self, action)
+        found = None if is_insert else self._dlock_version.expected_version(self, action)
         if expected not in (None, found):
-            raise emit_conflict(StaleObject(self, expected=expected, found=found, action=action))
+            raise emit_conflict(
+                StaleObject(self, expected=expected, found=found, action=action, was_read=not is_insert)
+            )
 
     def _do_update(self, base_qs: Any, using: str, pk_val: Any, values: Any, *how: Any) -> Any:  # type: ignore[override]
         """Send Django's UPDATE of one table, guarded by the version where this table has the version column."""
@@ -293,7 +309,7 @@ class VersionedMixin(models.Model):
                 raise self._stale(using, "save")  # Otherwise Django would insert the parent's row, and then ours.
             return updated
         _, forced_update, *returning_fields = how  # Django 6.0 added the last of these.
-        if self._state.adding and not forced_update:
+        if self._state.adding and not (forced_update or _FORCED in vars(self)):
             return []  # Django inserts next. An UPDATE could hit an existing row with the same key.
         expected = version.expected_version(self, "save")
         rows = _filtered(base_qs, {version.model._meta.pk: pk_val, version: expected})
@@ -307,7 +323,12 @@ class VersionedMixin(models.Model):
         return updated  # Without a row in a database other than the one it was read from, Django inserts it there.
 
     def _has_its_row_in(self, using: str) -> bool:
-        """Return whether the row must exist in a database: the instance was read there, or from a replica of it."""
+        """Return whether the row must exist in a database: the instance was read there, or from a replica of it.
+
+        A forced update says so itself.
+        """
+        if _FORCED in vars(self):
+            return True
         state = self._state
         return not state.adding and (state.db == using or router.db_for_write(type(self), instance=self) == using)
 

@@ -140,10 +140,12 @@ class StaleObject(DLockError):
         action: str = "save",
         key: Any = None,
         model: type | None = None,
+        was_read: bool = True,
     ) -> None:
         kind = type(instance) if model is None else model
         name = f"{kind.__name__}({getattr(instance, 'pk', None) if key is None else key!r})"
-        what = "the row is gone" if found is None else f"the row has version {found!r}"
+        gone = "the row is gone" if was_read else "this instance was not read from the row"
+        what = gone if found is None else f"the row has version {found!r}"
         super().__init__(f"cannot {action} {name} at version {expected!r}: {what}; read it again and retry", name=name)
         self.instance, self.expected, self.found, self.action = instance, expected, found, action
 

@@ -11,14 +11,27 @@ import django
 import pytest
 from django.db import IntegrityError, NotSupportedError, connections, models
 from django.db.models.signals import pre_delete
-from django.db.transaction import atomic
+from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
-from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team, Track
+from tests.testapp.models import (
+    Account,
+    Article,
+    ArticleProxy,
+    Code,
+    Counter,
+    Job,
+    Member,
+    Person,
+    Place,
+    Shop,
+    Team,
+    Track,
+)
 
 needs_peers = pytest.mark.skipif(django.VERSION < (6, 1), reason="Django 6.1 added fetch modes")
 
@@ -131,9 +144,59 @@ def test_expected_version_that_is_no_number_is_refused_before_any_i_o(database, 
     assert not queries
 
 
-def test_row_that_is_expected_but_was_never_inserted_is_gone():
-    with pytest.raises(StaleObject, match="the row is gone"):
-        Code(code="a").save_with_version(expected=3)
+FORCED = {Code: {"code": "a"}, Shop: {}, Member: {}, ArticleProxy: {}}
+
+
+def not_read(row: Any, **values: Any) -> Any:
+    """Return an instance of a row that was never read, as of a payload."""
+    return type(row)(**{each.attname: getattr(row, each.attname) for each in row._meta.concrete_fields} | values)
+
+
+@pytest.mark.parametrize("model", FORCED)
+def test_forced_update_of_what_was_never_read_is_checked_with_the_version_that_it_names(database, model):
+    row = model.objects.using(database).create(**FORCED[model])
+    name = "title" if hasattr(row, "title") else "name"
+    not_read(row, **{name: "forced"}).save(using=database, force_update=True)
+    assert (getattr(read(row), name), read(row).version) == ("forced", row.version + 1)
+    for stale in (not_read(row), not_read(row, version=row.version + 5)):
+        with pytest.raises(StaleObject) as caught:
+            stale.save(using=database, force_update=True)
+        assert (caught.value.found, stale._state.adding) == (row.version + 1, True)
+    read(row).delete()
+    with pytest.raises(StaleObject, match="gone"):
+        not_read(row).save(using=database, force_update=True)
+    assert not model.objects.using(database).exists()
+    assert not Person.objects.using(database).exists()
+
+
+@pytest.mark.parametrize("model", FORCED)
+def test_forced_update_that_is_rolled_back_can_be_made_again(database, model):
+    row = model.objects.using(database).create(**FORCED[model])
+    again = not_read(row)
+    with atomic(database):
+        again.save(using=database, force_update=True)
+        set_rollback(True, using=database)
+    again.save(using=database, force_update=True)
+    assert again.version == read(row).version == row.version + 1
+
+
+@pytest.mark.parametrize("model", FORCED)
+def test_expected_version_of_what_was_never_read_is_compared_with_the_version_that_it_names(database, model):
+    row = model.objects.using(database).create(**FORCED[model])
+    for write in ("save_with_version", "delete_with_version"):
+        options: Any = {"using": database} | ({"force_update": True} if write == "save_with_version" else {})
+        version = read(row).version
+        with pytest.raises(StaleObject) as caught:
+            getattr(not_read(row, version=version), write)(expected=version + 1, **options)
+        assert (caught.value.expected, caught.value.found) == (version + 1, version)
+        getattr(not_read(row, version=version), write)(expected=version, **options)
+    assert not model.objects.using(database).exists()
+
+
+def test_row_that_is_expected_by_an_instance_that_was_not_read_is_refused_before_any_i_o():
+    with pytest.raises(StaleObject, match="this instance was not read") as caught:
+        Code(code="a", version=3).save_with_version(expected=3)
+    assert (caught.value.expected, caught.value.found) == (3, None)
 
 
 # versions that are read late
