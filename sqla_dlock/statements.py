@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Delete, Insert, Update
+from sqlalchemy import Delete, Insert, SelectBase, Update
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "other_mappers",
+    "places",
     "plain",
     "set_values",
     "upserted_values",
@@ -88,6 +89,16 @@ def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
 def _tables(statement: Any) -> Sequence[Any]:
     mapper = written_mapper(statement)
     return [statement.table, *(mapper.tables if mapper else ())]
+
+
+def places(clause: Any, column: Any, *, is_nested: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield each table or alias whose column a clause names, and whether it is named in a subquery."""
+    table = getattr(clause, "table", None)
+    if table is not None and without_alias(table) == column.table and clause.key == column.key:
+        yield table, is_nested
+    is_nested = is_nested or isinstance(clause, SelectBase)
+    for child in (*clause.get_children(), *([] if table is None else [without_alias(table)])):
+        yield from places(child, column, is_nested=is_nested)
 
 
 def without_alias(table: Any) -> Any:

@@ -30,6 +30,7 @@ from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import (
     other_mappers,
+    places,
     plain,
     set_values,
     upserted_values,
@@ -60,6 +61,8 @@ _IN_SESSION: Final = "dlock_in_session"
 
 @event.listens_for(Session, "do_orm_execute")
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
+    if execution.is_delete:
+        _refuse_blind_comparison(execution.statement)
     if execution.is_update or execution.is_insert:
         # Of the statement: an UPDATE by primary key does not receive the options of its execution.
         execution.statement = without_lambda(execution.statement).execution_options(**{_IN_SESSION: True})
@@ -72,6 +75,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
 def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
     statement: Any = execution.statement
     _refuse_alias_and_other_classes(statement)
+    _refuse_blind_comparison(statement)
     mapper = written_mapper(statement)
     if mapper is None or not _is_versioned(mapper):
         return None
@@ -111,6 +115,7 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
     """
     refuse_child_writes(statement)
     _refuse_alias_and_other_classes(statement)
+    _refuse_blind_comparison(statement)
     mapper = written_mapper(statement)
     if mapper is None or not _is_versioned(mapper):
         return
@@ -144,6 +149,25 @@ def _refuse_alias_and_other_classes(statement: Any) -> None:
     if other := next((each.class_.__name__ for each in other_mappers(update) if _is_versioned(each)), None):
         raise NotSupported(
             f"an UPDATE of another class would not count the versions of {other}: send update({other}) by itself"
+        )
+
+
+def _refuse_blind_comparison(statement: Any) -> None:
+    """Refuse a condition that names the version elsewhere than in the row that is written.
+
+    PostgreSQL waits for a row, and then evaluates again only the conditions on that row itself: not those on another
+    table or an alias, nor what a subquery has found.
+    """
+    write, mapper = plain(statement), written_mapper(statement)
+    if mapper is None or not _is_versioned(mapper) or not isinstance(write, Update | Delete):
+        return
+    version = version_column(mapper)
+    conditions: Any = write._where_criteria  # noqa: SLF001 - nothing public
+    if any(is_nested or table != write.table for each in conditions for table, is_nested in places(each, version)):
+        name = f"{mapper.class_.__name__}.{version_key(mapper)}"
+        raise NotSupported(
+            f"{name} in a subquery, an alias or the table of a parent would not be compared again after a wait for a "
+            f"row: compare {name} in where(...) itself, or read the rows and save or delete them one by one"
         )
 
 

@@ -469,6 +469,42 @@ def test_update_statement_may_count_the_version_itself(session, orders):
     assert [version for _, version in rows(session, Order.title, Order.version)][:3] == [3, 4, 1]
 
 
+OTHER = aliased(Order)
+SEEN = select(Order.id).where(Order.version == 3)
+COMPARED_ELSEWHERE = {
+    "update, subquery": update(Order).where(Order.id.in_(SEEN)).values(title="b", version=Order.version + 1),
+    "update, nested": update(Order).where(exists().where(Line.id.in_(SEEN))).values(version=Order.version + 1),
+    "update, alias": update(Order).where(Order.id == OTHER.id, OTHER.version == 3).values(version=Order.version + 1),
+    "delete, subquery": delete(Order).where(Order.id.in_(SEEN)),
+    "delete, from a subquery": delete(Order).where(Order.id == SEEN.subquery().c.id),
+    "delete, alias": delete(Order).where(Order.id == OTHER.id, OTHER.version == 3),
+    "delete, other name": delete(Code).where(exists(select(Code.kind).where(Code.version == 3))),
+    "delete, table of the parent": delete(Shop).where(Shop.id == 1, Shop.version == 3),
+}
+
+
+@pytest.mark.parametrize("where", COMPARED_ELSEWHERE)
+@pytest.mark.parametrize("on", ["session", "lambda", "connection"])
+def test_version_that_would_not_be_compared_again_after_a_wait_is_refused_before_any_i_o(session, on, where):
+    statement: Any = COMPARED_ELSEWHERE[where]
+    executor = session.connection() if on == "connection" else session
+    sent: list[str] = []
+    event.listen(session.connection(), "before_cursor_execute", lambda *each: sent.append(each[2]))
+    with pytest.raises(NotSupported, match="would not be compared again"):
+        executor.execute(lambda_stmt(lambda: statement) if on == "lambda" else statement)
+    assert not sent
+
+
+def test_version_is_compared_beside_subqueries_that_do_not_name_it(session, orders):
+    first, second, *_ = orders
+    others = select(Order.id).where(Order.title == "a")
+    is_seen = (Order.id.in_(others), exists(select(Order).where(Order.reads == 0)), Order.version == first.version)
+    assert session.execute(update(Order).where(*is_seen).values(title="a")).rowcount == 1
+    assert session.execute(update(Order).where(*is_seen).values(title="b")).rowcount == 0
+    assert session.execute(delete(Order).where(*is_seen)).rowcount == 0
+    assert session.execute(delete(Order).where(Order.id == second.id, Order.version == second.version)).rowcount == 1
+
+
 @pytest.mark.parametrize(
     "write",
     [
