@@ -15,7 +15,7 @@ from django.db.models.sql.where import AND
 
 from django_dlock import historical  # noqa: F401 - its receiver
 from django_dlock.connections import restore_on_rollback
-from django_dlock.errors import StaleObject
+from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.querysets import LockManager, VersionedQuerySet, found_versions, row_name
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
@@ -258,7 +258,7 @@ class VersionedMixin(models.Model):
         with transaction.atomic(using=using):
             # Django's DELETE has no place for a guard. This UPDATE checks the version and locks the row until COMMIT,
             # so that nothing can change between it and the DELETE.
-            rows = self._version_rows(using).filter(**{version.name: expected})
+            rows = _one_table(self._version_rows(using)).filter(**{version.name: expected})
             if not models.QuerySet.update(rows, **{version.name: expected + 1}):
                 raise self._stale(using, "delete")
             version.count_up(self, using)  # A handler of pre_delete may save this instance.
@@ -365,7 +365,18 @@ class VersionedMixin(models.Model):
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:
     """Add conditions to a queryset that nothing else uses; `filter()` would cost a third of the whole save."""
-    table = rows.query.get_initial_alias()
+    table = _one_table(rows).query.get_initial_alias()
     for field, value in values.items():
         rows.query.where.add(field.get_lookup("exact")(field.get_col(table), value), AND)
+    return rows
+
+
+def _one_table(rows: Any) -> Any:
+    """Return rows of a base manager; raise NotSupported for joined ones, because of what `is_one_table` says."""
+    if len(rows.query.alias_map) > 1:
+        name = rows.model.__name__
+        raise NotSupported(
+            f"the base manager of {name} joins another table, so a version would not be compared again after a wait for "
+            f"a row: set base_manager_name in the Meta of {name} to a LockManager without such a condition"
+        )
     return rows

@@ -15,11 +15,12 @@ from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from django_dlock.errors import StaleObject
+from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
 from tests.testapp.models import (
     Account,
+    ActiveJobs,
     Article,
     ArticleProxy,
     Code,
@@ -617,6 +618,19 @@ def test_version_that_did_not_move_on_is_compared_and_counted_in_every_shape(dat
 
 def data_statements(queries: Any) -> list[str]:
     return [each["sql"] for each in queries if each["sql"].split()[0] in ("SELECT", "UPDATE", "DELETE")]
+
+
+def test_save_and_delete_with_a_base_manager_that_joins_are_refused_before_any_i_o(database, monkeypatch):
+    """They are guarded by the version, which would not be compared again after a wait for the row."""
+    job = Job.objects.using(database).create(**parents(Job, database))
+    manager = ActiveJobs()
+    manager.model = Job
+    monkeypatch.setattr(Job._meta, "base_manager", manager)
+    with CaptureQueriesContext(connections[database]) as queries:
+        for write in (job.save, job.save_with_version, job.delete):
+            with pytest.raises(NotSupported, match="base manager of Job joins"):
+                write()
+    assert not data_statements(queries)
 
 
 @pytest.mark.parametrize("shape", ["one table", "Exists", "select_related", "order by a join"])
