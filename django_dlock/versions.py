@@ -376,7 +376,7 @@ def _one_table(rows: Any) -> Any:
     if len(rows.query.alias_map) > 1:
         name = rows.model.__name__
         raise NotSupported(
-            f"the base manager of {name} joins another table, so a version would not be compared again after a wait for "
-            f"a row: set base_manager_name in the Meta of {name} to a LockManager without such a condition"
+            f"the base manager of {name} joins another table, so a version would not be compared again after a wait "
+            f"for a row: set base_manager_name in the Meta of {name} to a LockManager without such a condition"
         )
     return rows
