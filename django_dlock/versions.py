@@ -373,7 +373,7 @@ def _filtered(rows: Any, values: dict[Any, Any]) -> Any:
 
 def _one_table(rows: Any) -> Any:
     """Return rows of a base manager; raise NotSupported for joined ones, because of what `is_one_table` says."""
-    if len(rows.query.alias_map) > 1:
+    if rows.query.count_active_tables() > 1:
         name = rows.model.__name__
         raise NotSupported(
             f"the base manager of {name} joins another table, so a version would not be compared again after a wait "
