@@ -24,7 +24,7 @@ from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
-from django_dlock.forms.views import read_from_write_database
+from django_dlock.forms.views import again_when_stale, read_from_write_database
 from django_dlock.querysets import found_versions
 from django_dlock.versions import VersionedMixin, read_version
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from django.contrib.admin import ModelAdmin
     from django.db.models import Model, QuerySet
-    from django.http import HttpRequest, HttpResponse
+    from django.http import HttpRequest
     from django.utils.safestring import SafeString
 
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -112,7 +112,7 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         view = super().changeform_view
-        return _again_when_stale(lambda: view(request, *args, **kwargs))
+        return again_when_stale(lambda: view(request, *args, **kwargs))
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> Any:
         form = context["adminform"].form
@@ -135,7 +135,7 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         view = super().changelist_view
-        response = _again_when_stale(lambda: view(request, extra_context))
+        response = again_when_stale(lambda: view(request, extra_context))
         formset = _bound_formset(response)
         if formset is None:
             return response
@@ -217,14 +217,6 @@ class VersionedModelAdmin(_ModelAdmin):
         snapshot = FormSnapshot.read(request.POST.get(VERSION), obj)
         setattr(obj, obj._dlock_version.attname, snapshot.version)
         super().delete_model(request, obj)
-
-
-def _again_when_stale(view: Callable[[], HttpResponse]) -> HttpResponse:
-    """Call a view, and once more if the object changed after the view had read it: then it finds the difference."""
-    try:
-        return view()
-    except StaleObject:
-        return view()
 
 
 def _carry_version(form: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VersionedEditMixin"]
 
+T = TypeVar("T")
+
 
 def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> QuerySet[Any]:
     """Return the queryset of a POST on the database that will be written.
@@ -31,6 +34,17 @@ def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> Query
     if request.method == "POST" and rows._db is None:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
         return rows.using(router.db_for_write(rows.model))
     return rows
+
+
+def again_when_stale(view: Callable[[], T]) -> T:
+    """Call a view, and once more if the object changed after the view had read it: then it finds the difference.
+
+    Both calls have to be in a transaction, so that nothing of a call that fails remains.
+    """
+    try:
+        return view()
+    except StaleObject:
+        return view()
 
 
 @guards
@@ -96,10 +110,5 @@ class VersionedEditMixin:
         return {"instance": self.object, **super().get_form_kwargs()}  # type: ignore[attr-defined, misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with transaction.atomic(using=router.db_for_write(_model_of(self))):
-                return super().post(*args, **kwargs)  # type: ignore[misc]
-        except StaleObject:
-            # The object changed after it was read for this request. The second run reads it again, finds the
-            # difference, and asks.
-            return super().post(*args, **kwargs)  # type: ignore[misc]
+        in_transaction = transaction.atomic(using=router.db_for_write(_model_of(self)))
+        return again_when_stale(partial(in_transaction(super().post), *args, **kwargs))  # type: ignore[misc]

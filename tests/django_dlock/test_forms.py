@@ -221,6 +221,23 @@ def test_view_finds_a_change_between_the_check_and_the_write(on_postgresql, brow
     assert read(ticket).title == "theirs"
 
 
+@pytest.mark.parametrize("last", [StaleObject(None, expected=1), ValueError()])
+def test_view_that_fails_once_more_after_a_conflict_has_written_nothing(admin_pages, ticket, rf, last):
+    runs, errors = [], [StaleObject(ticket, expected=1), last]
+
+    class Edit(EditPlain):
+        def form_valid(self, form):
+            super().form_valid(form)
+            runs.append(read(ticket).title)
+            raise errors[len(runs) - 1]
+
+    sent = form(Edit.as_view()(rf.get("/"), pk=ticket.pk), title="mine")
+    with pytest.raises(type(last)):
+        Edit.as_view()(rf.post("/", sent), pk=ticket.pk)
+    assert runs == ["mine", "mine"]
+    assert read(ticket).title == "old"
+
+
 def test_delete_view_asks_again_after_a_change(browser, ticket):
     page = f"/delete/{ticket.pk}/"
     sent = form(browser.get(page))
