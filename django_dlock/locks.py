@@ -27,7 +27,7 @@ from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
 from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
-from dlock_core.leases.handles import let_expire
+from dlock_core.leases.handles import NoAsyncBlock, NoBlock, let_expire
 from dlock_core.owner import in_task
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared
@@ -52,7 +52,7 @@ T = TypeVar("T")
 listen_to_all()
 
 
-class Lease(TiedLease):
+class Lease(TiedLease, NoBlock, NoAsyncBlock):
     """A lock that this context holds. Its methods do no I/O, except those that renew and release."""
 
     __slots__ = ()
@@ -87,31 +87,36 @@ class Lease(TiedLease):
 
 
 def release_forgotten() -> list[str]:
-    """Release all leases that this context still holds outside a transaction; return their names. Ends a request."""
+    """Release all leases that this context still holds outside a transaction; return their names. Ends a request.
+
+    Outside of a request, a lease whose handle was dropped is not among them: it runs out by itself.
+    """
     forgotten = _forgotten()
-    for tie in forgotten:
-        if tie.detach_all():
+    for tie, is_due in forgotten:
+        if is_due:
             tie.release()
-    return [tie.held.name for tie in forgotten]
+    return [tie.held.name for tie, _ in forgotten]
 
 
 async def release_forgotten_async() -> list[str]:
     """See `release_forgotten`."""
     forgotten = _forgotten()
-    for tie in forgotten:
-        if tie.detach_all():
+    for tie, is_due in forgotten:
+        if is_due:
             try:
                 await engine.release(ASYNCIO, tie.held)
             except (BackendUnavailable, NotHeld) as error:
                 let_expire(error)
-    return [tie.held.name for tie in forgotten]
+    return [tie.held.name for tie, _ in forgotten]
 
 
-def _forgotten() -> list[Tie]:
+def _forgotten() -> list[tuple[Tie, bool]]:
+    """Detach the handles of this context's leases; return each lease, and whether it has to be released now."""
     forgotten = [tied for tied in current() if not tied.tie.is_bound]
-    for tied in forgotten:
+    found = [(tied.tie, tied.tie.detach_all()) for tied in forgotten]
+    for tied in forgotten:  # Only now: the context may keep the last reference to a handle.
         tied.forget()
-    return [tied.tie for tied in forgotten]
+    return found
 
 
 class LockOptions(Options, total=False):
@@ -153,10 +158,11 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         return f"<lock {self.name!r} in store {self.store!r}>"
 
     def acquire(self) -> Lease:
-        """Hold the lock, waiting at most `wait` seconds.
+        """Hold the lock until its release, or the end of the open transaction, waiting at most `wait` seconds.
 
-        Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
-        RowLocked, if a newer holder or a paused older one blocks it at the fence.
+        Keep what it returns: outside of requests, a lease whose handle is dropped runs out. Raises AcquireTimeout,
+        AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and RowLocked, if a newer
+        holder or a paused older one blocks it at the fence.
         """
         refuse_in_loop()
         return self._new_acquire(BLOCKING).hold_in_thread()  # type: ignore[no-any-return]
@@ -195,7 +201,7 @@ def _identified(parts: tuple[Any, ...], using: str | None) -> tuple[str, TableFe
         reraise(error, as_database_error)
 
 
-class Leases(TiedLeases[Lease]):
+class Leases(TiedLeases[Lease], NoBlock, NoAsyncBlock):
     """The leases of several locks, in the order in which the locks were passed to `lock`."""
 
     __slots__ = ()

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TiedDatabases", "apart", "current"]
 
-_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...]] = ContextVar("dlock_kept_leases", default=())
-"""Handles without a block and without a transaction: their context keeps them even if the caller does not."""
+_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = ContextVar("dlock_kept_leases", default=None)
+"""Handles without a block and without a transaction: a request keeps them to its end, even if the caller does not.
+
+None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
 
 
 class TiedDatabases:
@@ -107,9 +109,10 @@ class TiedDatabases:
         self._end_with_transaction(self._protect(connections[using], form), handle)
 
     def keep(self, handle: TiedLease) -> None:
-        """Keep a handle as long as its transaction, or otherwise this context, even if the caller drops it."""
-        if not self.tie.is_bound:
-            others = (each for each in _kept.get() if each[0].held.ended is None)
+        """Keep a handle as long as its transaction, or otherwise this request, even if the caller drops it."""
+        kept = _kept.get()
+        if kept is not None and not self.tie.is_bound:
+            others = (each for each in kept if each[0].held.ended is None)
             _kept.set((*others, (self, handle)))
 
     def _end_with_transaction(self, transaction: Transaction | None, handle: TiedLease) -> None:
@@ -243,8 +246,12 @@ class TiedDatabases:
         if (known := leases_of_context.get()) != (self,):
             others = tuple(each for each in known if each is not self and each.held.ended is None)
         leases_of_context.set(others)
-        if _kept.get():
-            _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
+        if kept := _kept.get():
+            _kept.set(tuple(each for each in kept if each[0] is not self and each[0].held.ended is None))
+
+    def note_collected(self) -> None:
+        """Remove a lease that nobody has released from this context: work that begins later is none of its work."""
+        self.forget()
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         if tracker_for(connection).current is transaction:  # otherwise the whole transaction ends
@@ -320,7 +327,10 @@ def _is_held(each: TiedDatabases) -> bool:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Hide the leases of this context in the block: code inside neither joins nor ends them."""
+    """Hide the leases of this context in the block, a request: code inside neither joins nor ends them.
+
+    Handles that code inside drops are kept, so that `release_forgotten` can be called at the end.
+    """
     token, kept = leases_of_context.set(()), _kept.set(())
     try:
         yield

@@ -18,6 +18,7 @@ from dlock_core import names
 from dlock_core.errors import NotSupported
 from dlock_core.leases import engine
 from dlock_core.leases.blocks import AsyncBlockExit, BlockExit
+from dlock_core.leases.handles import NoAsyncBlock, NoBlock
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.multilock import TiedLocks
@@ -57,7 +58,7 @@ __all__ = [
 _ASYNC_ADVICE: Final = "use alock() with an AsyncSession"
 
 
-class Lease(TiedLease):
+class Lease(TiedLease, NoBlock):
     """A lock that a Session holds. Its methods do no I/O, except those that renew and release."""
 
     __slots__ = ()
@@ -74,7 +75,7 @@ class Lease(TiedLease):
         return run(self._release(BLOCKING))
 
 
-class AsyncLease(TiedLease):
+class AsyncLease(TiedLease, NoAsyncBlock):
     """A lock that an AsyncSession holds."""
 
     __slots__ = ()
@@ -202,7 +203,7 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     return Lock(session if type(session) is Session else plain_session(session, "alock()"), parts, **options)
 
 
-class Leases(TiedLeases[Lease]):
+class Leases(TiedLeases[Lease], NoBlock):
     """The leases of several locks, in the order in which the locks were passed to `lock`."""
 
     __slots__ = ()
@@ -247,7 +248,7 @@ class AsyncLock(SessionLock, AsyncBlockExit):
         return await self._new_acquire(GreenletAsyncio()).hold(enter)  # type: ignore[no-any-return]
 
 
-class AsyncLeases(TiedLeases[AsyncLease]):
+class AsyncLeases(TiedLeases[AsyncLease], NoAsyncBlock):
     """The leases of several locks, in the order in which the locks were passed to `alock`."""
 
     __slots__ = ()

@@ -129,6 +129,9 @@ class TiedSession:
         if not self.tie.handles and not self.tie.open:
             self.forget()
 
+    def note_collected(self) -> None:
+        """Do nothing: the session forgets the lease when its next transaction begins."""
+
     def _began(self) -> None:
         """Tie the outermost transaction that has just begun."""
         session: Any = self._session()

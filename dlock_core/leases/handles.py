@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Generic, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "AsyncLease", "AsyncReleasing", "Lease", "LeaseHandle", "LeaseView", "Releasing", "let_expire", "no_copies",
+    "AsyncLease", "AsyncReleasing", "Lease", "LeaseHandle", "LeaseView", "NoAsyncBlock", "NoBlock", "Releasing",
+    "let_expire", "no_copies", "warn_unreleased",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -79,7 +80,44 @@ class LeaseView:
         self._held.ensure()
 
 
-class Releasing(Generic[T]):
+class NoBlock:
+    """Refuses `with lock.acquire():`, and releases what was acquired: the lock begins a block, a lease does not."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # Type checkers refuse such a block, too.
+
+        def __enter__(self: Any) -> Never:
+            self.release()
+            raise _no_block("with")
+
+        def __exit__(self, *_: object) -> None:
+            """Only there because Python looks for it before it calls `__enter__`."""
+
+
+class NoAsyncBlock:
+    """Refuses `async with await lock.acquire():`, see `NoBlock`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        async def __aenter__(self: Any) -> Never:
+            await getattr(self, "arelease", self.release)()
+            raise _no_block("async with")
+
+        async def __aexit__(self, *_: object) -> None:
+            """See `NoBlock.__exit__`."""
+
+
+def _no_block(statement: str) -> TypeError:
+    return TypeError(
+        f"what acquire() returns begins no block, and was released: write `{statement}` with the lock itself, "
+        f"`{statement} lock:` or `{statement} lock(...):`, without acquire()"
+    )
+
+
+class Releasing(NoBlock, Generic[T]):
     """The `release` of a handle, which is completed despite interrupts.
 
     A signal handler may raise at any step. So each step of `_end` can be repeated, and is repeated if it was
@@ -110,7 +148,7 @@ class Releasing(Generic[T]):
             raise
 
 
-class AsyncReleasing(Generic[T]):
+class AsyncReleasing(NoAsyncBlock, Generic[T]):
     """The same for asyncio: see `Releasing`."""
 
     __slots__ = ()
@@ -167,9 +205,14 @@ class LeaseHandle(LeaseView):
         if not held.has_handles:
             held.abandon()  # Something may still refer to the record, such as the traceback of a failed renewal.
             forget_held((held,))
-        if held.remaining() > 0.0:
-            text = f"{self!r} was never released: it runs out by itself"
-            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+        warn_unreleased(self)
+
+
+def warn_unreleased(lease: LeaseView) -> None:
+    """Warn, in the finalizer of the last handle of a lease, that nothing will release it any more."""
+    if lease.remaining() > 0.0:
+        text = f"{lease!r} was never released: it runs out by itself"
+        warnings.warn(text, ResourceWarning, stacklevel=3, source=lease)
 
 
 def let_expire(error: BackendUnavailable | NotHeld) -> None:

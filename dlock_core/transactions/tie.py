@@ -209,17 +209,19 @@ class Tie:
             )
         return False
 
-    def note_collected(self, handle: LeaseView) -> None:
-        """Record, perhaps in the garbage collector, that a handle was collected before it was released.
+    def note_collected(self, handle: LeaseView) -> bool:
+        """Record, perhaps in the garbage collector, that a handle was collected; return whether that tears the lease.
 
         This does no I/O: a release inside the garbage collector could deadlock on any mutex of the interrupted code.
         """
         self.handles.discard(ref(handle))
         if not self.is_over or self.held.ended is not None or self.state is TieState.ABANDONED:
-            return
+            return False
+        is_torn = self.state in (TieState.HELD, TieState.UNCERTAIN)
         is_uncertain = self.state in (TieState.UNCERTAIN, TieState.EXPIRING)
         self.state = TieState.EXPIRING if is_uncertain else TieState.TORN
         self.held.abandon()
+        return is_torn
 
     def abandon(self) -> None:
         """Record that the acquire has failed."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.handles import LeaseView, let_expire
+from dlock_core.leases.handles import LeaseView, let_expire, warn_unreleased
 from dlock_core.leases.multilock import Leases
 from dlock_core.runtime import BLOCKING
 
@@ -52,6 +52,9 @@ class Tied(Protocol):
     def note_detached(self, runtime: Runtime) -> None:
         """Record that a handle was detached, and forget the lease if nothing needs it."""
 
+    def note_collected(self) -> None:
+        """Record, perhaps in the garbage collector, that the last handle was collected before it was released."""
+
     def forget(self) -> None:
         """Remove the lease from the integration's registry of leases."""
 
@@ -67,8 +70,9 @@ class TiedLease(LeaseView):
 
     def __del__(self) -> None:
         tied: Tied | None = getattr(self, "_tied", None)  # None if an interrupt stopped the constructor
-        if tied is not None and self._held.ended is None:
-            tied.tie.note_collected(self)
+        if tied is not None and self._held.ended is None and tied.tie.note_collected(self):
+            tied.note_collected()
+            warn_unreleased(self)
 
     @staticmethod
     def _own_error(error: DLockError) -> DLockError:

@@ -171,6 +171,21 @@ def test_lease_that_only_a_cycle_keeps_is_missed_when_the_cycle_is_collected(sto
     assert "a" not in held_names()
 
 
+@pytest.mark.parametrize("kind", [partial(Lock, name="a"), partial(MultiLock, names=["a", "b"])])
+def test_block_of_what_acquire_returned_is_refused_and_leaves_no_lease(store: MemoryBackend, kind: Any) -> None:
+    with pytest.raises(TypeError, match="`with` with the lock itself"), kind(store).acquire():
+        pass
+    Lock(store, "a", wait=0).acquire().release()
+
+
+@pytest.mark.parametrize("kind", [partial(AsyncLock, name="a"), partial(AsyncMultiLock, names=["a", "b"])])
+async def test_block_of_what_a_task_acquired_is_refused_and_leaves_no_lease(store: MemoryBackend, kind: Any) -> None:
+    with pytest.raises(TypeError, match="`async with` with the lock itself"):
+        async with await kind(store).acquire():
+            pass
+    await (await AsyncLock(store, "a", wait=0).acquire()).release()
+
+
 def test_lease_of_a_thread_that_has_ended_can_be_released_again_when_its_store_is_back(store: MemoryBackend) -> None:
     lease = in_thread(Lock(store, "a").acquire)
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +93,7 @@ async def test_async_block_that_is_left_in_another_task_releases_its_lease(store
     assert held(store) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*was never released:ResourceWarning")
 def test_shared_lock_object_of_two_threads_loses_neither_lease_when_both_leave_elsewhere(store: MemoryBackend) -> None:
     one = lock("order", 42, shared=True)
     for _ in range(2):
@@ -184,7 +186,9 @@ def test_work_in_another_thread_is_refused_after_the_handle_was_thrown_away(stor
     block = lock("order", 42)
     block.__enter__()
     context = contextvars.copy_context()
-    del block
+    with pytest.warns(ResourceWarning, match="was never released"):  # noqa: PT031
+        del block
+        gc.collect()
     with transaction.atomic():
         Counter.objects.create(name="after the block")
 

@@ -6,6 +6,8 @@ import os
 import unittest
 import weakref
 from contextlib import suppress
+from contextvars import Context, copy_context
+from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -38,6 +40,7 @@ from tests.leases import is_held, until_expired
 from tests.mysql_server import mariadb_only
 from tests.proxy import Proxy
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 servers_only = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 postgresql_only = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -571,12 +574,79 @@ def test_joined_lease_that_was_released_by_hand_is_not_left_twice(database, stor
     assert not is_held(store)
 
 
-def test_lease_that_nobody_keeps_lasts_as_long_as_its_context(database, store):
+def test_lease_that_nobody_keeps_lasts_as_long_as_its_request(database, store):
     order(database).acquire()
     gc.collect()
     with pytest.raises(AlreadyHeld):
         order(database).acquire()
     assert release_forgotten() == ["order:42"]
+    assert not is_held(store)
+
+
+def outside_of_requests(work):
+    """Call a function as a task or command does, whose context no request will end."""
+    return Context().run(work)
+
+
+def drop(lease):
+    """Drop the last reference to a lease."""
+    with pytest.warns(ResourceWarning, match="'order:.* was never released: it runs out by itself"):  # noqa: PT031
+        lease.clear()
+        gc.collect()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_lease_that_is_dropped_outside_of_a_request_warns_and_runs_out(database, store, together):
+    def task():
+        one = order(database, ttl=1)
+        drop([(lock(one, lock("order", 1, using=database, ttl=1)) if together else one).acquire()])
+        until(lambda: not is_held(store))
+        with order(database, wait=0), atomic(database):
+            add(database, "a")
+
+    outside_of_requests(task)
+    assert committed(database) == {"a"}
+
+
+def test_lease_that_is_dropped_in_a_transaction_that_works_under_it_is_released_after_its_commit(database, store):
+    def task():
+        lease = [order(database).acquire()]
+        with atomic(database):
+            add(database, "a")
+            lease.clear()
+            gc.collect()
+            assert is_held(store)
+            assert Fence.objects.using(database).filter(name="order:42").exists()
+        assert not is_held(store)
+
+    outside_of_requests(task)
+
+
+def test_thread_that_begins_after_a_lease_was_dropped_works_on(database, store, party):
+    def task():
+        drop([order(database).acquire()])
+        other = party()
+        other.now(partial(copy_context().run, partial(add_committed, database)))
+
+    outside_of_requests(task)
+
+
+def add_committed(database):
+    with atomic(database):
+        add(database, "a")
+
+
+@pytest.mark.parametrize("parts", [("order", 42), (lock("order", 42), lock("order", 1))])
+def test_block_of_what_acquire_returned_is_refused_and_leaves_no_lease(store, parts):
+    with pytest.raises(TypeError, match="`with` with the lock itself"), lock(*parts).acquire():
+        pass
+    assert not is_held(store)
+
+
+async def test_block_of_what_a_task_acquired_is_refused_and_leaves_no_lease(store):
+    with pytest.raises(TypeError, match="`async with` with the lock itself"):
+        async with await lock("order", 42).aacquire():
+            pass
     assert not is_held(store)
 
 

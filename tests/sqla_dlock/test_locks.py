@@ -117,6 +117,16 @@ def test_forked_child_is_told_that_it_cannot_release_also_while_a_transaction_ne
 # Without a block
 
 
+@pytest.mark.parametrize("together", [False, True])
+@sqlite_only
+def test_block_of_what_acquire_returned_is_refused_and_leaves_no_lease(session, store, together):
+    one = order(session)
+    given = lock(one, lock(session, "order", 1)) if together else one
+    with pytest.raises(TypeError, match="`with` with the lock itself"), given.acquire():
+        pass
+    assert not is_held(store)
+
+
 def test_acquire_is_held_to_the_end_of_the_next_transaction(session, store):
     lease = order(session).acquire()
     assert is_held(store)

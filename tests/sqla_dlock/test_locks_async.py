@@ -66,6 +66,14 @@ async def test_lease_is_held_until_the_commit(async_engine, session, store, fenc
     assert await names(async_engine) == {"a"}
 
 
+@aiosqlite_only
+async def test_block_of_what_a_task_acquired_is_refused_and_leaves_no_lease(session, store):
+    with pytest.raises(TypeError, match="`async with` with the lock itself"):
+        async with await order(session).acquire():
+            pass
+    assert not is_held(store)
+
+
 async def test_acquire_is_held_to_the_end_of_the_next_transaction(session, store):
     lease = await order(session).acquire()
     await add(session, "a")
