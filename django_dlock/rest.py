@@ -29,8 +29,10 @@ __all__ = ["PreconditionMixin", "VersionedSerializerMixin"]
 
 _OBJECT_ACTIONS = (None, "retrieve", "create", "update", "partial_update")
 """Actions that return the object itself; None stands for generic views, which have no actions."""
-_CHANGING_ACTIONS = (None, "update", "partial_update", "destroy")
-"""Actions that change the object itself."""
+_METHOD_OF_ACTION = {"update": "PUT", "partial_update": "PATCH", "destroy": "DELETE"}
+"""The methods of the actions that change the object itself; a route may give them others, such as POST."""
+_NO_OBJECT_ACTIONS = ("list", "create")
+"""Actions that change no object that exists; your own say so by `detail=False`."""
 
 
 @guards
@@ -62,15 +64,19 @@ class PreconditionMixin(_View):
 
     A change without If-Match is answered with 428, and with 412 if If-Match does not hold. That includes a client that
     loses a race, because `perform_update` and `perform_destroy` write the instance that was checked. A GET with
-    If-None-Match is answered with 304. Lists are unchanged. In your own actions, `get_object()` checks If-Match if the
-    client sends it. JSON and the browsable API have different tags.
+    If-None-Match is answered with 304. Lists are unchanged. JSON and the browsable API have different tags.
+
+    `update`, `partial_update` and `destroy` need what PUT, PATCH and DELETE need, even if a POST is routed to them. In
+    your own actions the method decides: a POST is checked by `get_object()` if the client sends If-Match. A `post()` of
+    a view without actions that calls `get_object()` needs it, and one that only creates does not.
 
     The object that `get_object()` returns is checked, whichever class defines that method. A view that changes an
-    object without calling `get_object()` raises TypeError when it answers, also if its URL has no key, such as `/me/`.
+    object without calling `get_object()` raises TypeError when it answers, also if its URL has no key, such as `/me/`;
+    a list, `create`, and your own actions with `detail=False` need no object.
     """
 
     if_match_required: ClassVar[Collection[str]] = ("PUT", "PATCH", "DELETE")
-    """The HTTP methods that need If-Match, in upper or lower case."""
+    """The HTTP methods that need If-Match, in upper or lower case; () makes it optional everywhere."""
     accept_weak: ClassVar[bool] = False
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
@@ -104,13 +110,19 @@ class PreconditionMixin(_View):
             self._dlock_is_known = check_preconditions(
                 self.request,
                 instance,
-                required=self._dlock_requires(method),
+                required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
                 accept_weak=self.accept_weak,
                 variant=self._dlock_variant(),
             )
 
     def _dlock_requires(self, method: str | None) -> bool:
-        return method in _methods(self.if_match_required, type(self))
+        """Return whether a request needs If-Match, by its method or by the usual method of its action."""
+        required = _methods(self.if_match_required, type(self))
+        return method in required or _METHOD_OF_ACTION.get(getattr(self, "action", "")) in required
+
+    def _dlock_is_plain_post(self, method: str | None) -> bool:
+        """Return whether it is a POST to a view without actions: it gets an object only to change it."""
+        return method == "POST" and bool(self.if_match_required) and getattr(self, "action", None) is None
 
     def perform_update(self, serializer: Any) -> None:
         """Save the object that was checked; raises TypeError for another object."""
@@ -145,13 +157,18 @@ class PreconditionMixin(_View):
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        needs_it = self._dlock_requires(request.method) and getattr(self, "action", None) in _CHANGING_ACTIONS
-        if needs_it and response.status_code < 400 and self._dlock_object is None:
+        if response.status_code < 400 and self._dlock_object is None and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
                 "write the object that self.get_object() returns; a view that changes no single object leaves "
                 f"{request.method} out of if_match_required"
             )
+
+    def _dlock_needs_object(self, method: str | None) -> bool:
+        """Return whether a request changes one object, as far as its method and its action say."""
+        action = getattr(self, "action", None)
+        details = (getattr(self, "detail", None), getattr(getattr(self, action or "", None), "detail", None))
+        return self._dlock_requires(method) and action not in _NO_OBJECT_ACTIONS and False not in details
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""

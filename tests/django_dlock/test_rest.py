@@ -355,6 +355,64 @@ def test_view_that_changes_an_object_and_never_checked_one_fails_loudly(use_data
     assert draft.title == "first"
 
 
+class Routed(Articles):
+    @action(detail=True, methods=["put", "post"])
+    def save(self, request, pk):
+        Article.objects.filter(pk=pk).update(title="second")
+        return Response({})
+
+    @action(detail=False, methods=["put"])
+    def all(self, request):
+        Article.objects.update(title="second")
+        return Response({})
+
+
+class PostChanges(PreconditionMixin, generics.GenericAPIView):
+    queryset = Article.objects.all()
+    serializer_class = ArticleSerializer
+
+    def post(self, request, pk):
+        serializer = self.get_serializer(self.get_object(), data=request.data)
+        serializer.is_valid(raise_exception=True)
+        serializer.save()
+        return Response(serializer.data)
+
+
+POSTED = [Routed.as_view({"post": each}) for each in ("update", "partial_update", "destroy")] + [PostChanges.as_view()]
+
+
+@pytest.mark.parametrize("view", POSTED)
+def test_post_that_changes_an_object_needs_the_tag(article, view):
+    def post(**headers):
+        return view(APIRequestFactory().post("/", {"title": "second"}, headers=headers), pk=article.pk)
+
+    with pytest.raises(PreconditionRequired):
+        post()
+    with pytest.raises(PreconditionFailed):
+        post(**{"If-Match": '"old"'})
+    assert post(**{"If-Match": etag_of(article)}).status_code in {200, 204}
+
+
+@pytest.mark.parametrize("kind", [Routed, PostChanges])
+def test_post_that_changes_an_object_needs_no_tag_if_no_method_does(article, kind):
+    actions = [{"post": "update"}] if kind is Routed else []
+    view = kind.as_view(*actions, if_match_required=())
+    assert view(APIRequestFactory().post("/", {"title": "second"}), pk=article.pk).status_code == 200
+
+
+@pytest.mark.parametrize("options", [{}, {"detail": True}])
+def test_action_of_your_own_that_changes_an_object_and_never_checked_one_fails_loudly(article, options):
+    view = Routed.as_view({"put": "save", "post": "save"}, **options)
+    with pytest.raises(TypeError, match=r"Routed.*get_object\(\)"):
+        view(APIRequestFactory().put("/"), pk=article.pk)
+    assert view(APIRequestFactory().post("/"), pk=article.pk).status_code == 200
+
+
+@pytest.mark.parametrize("options", [{}, {"detail": False}])
+def test_action_of_your_own_on_all_objects_needs_no_tag(article, options):
+    assert Routed.as_view({"put": "all"}, **options)(APIRequestFactory().put("/")).status_code == 200
+
+
 @pytest.mark.parametrize("status", [200, 204, 303])
 @pytest.mark.parametrize("actions", [None, {"put": "update", "patch": "partial_update", "delete": "destroy"}])
 @pytest.mark.parametrize("method", ["put", "patch", "delete"])
