@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools as it
 from dataclasses import dataclass
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -16,7 +17,14 @@ _ENQUEUES: Final = ("apply_async", "call_local", "send_with_options", "enqueue",
 
 _LATE_FUNCTIONS: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _MANAGERS: Final = (contextlib._GeneratorContextManager, contextlib._AsyncGeneratorContextManager)  # noqa: SLF001 - no other name
-_NOT_YET_RUN: Final = (CoroutineType, GeneratorType, AsyncGeneratorType, *_MANAGERS)
+_LAZY: Final[tuple[type, ...]] = (
+    map, filter, zip, enumerate, it.accumulate, it.chain, it.compress, it.cycle, it.dropwhile, it.filterfalse,
+    it.groupby, it.islice, it.pairwise, it.starmap, it.takewhile, it.zip_longest,
+    getattr(it, "batched", it.chain),  # since Python 3.12
+)  # fmt: skip
+"""Iterators that do their work, or that of the iterators they read, when they are read; over a list, too: nothing tells
+the two apart."""
+_NOT_YET_RUN: Final = (*_LAZY, CoroutineType, GeneratorType, AsyncGeneratorType, *_MANAGERS)
 """What a call returns whose body has not run; a streaming response is none of them, because its author knows."""
 
 
@@ -60,7 +68,7 @@ class LateWork:
         kind = kind_of_late(answer)
         if not kind:
             return answer
-        advice = if_coroutine if kind == "coroutine" else self.instead
+        advice = {"coroutine": if_coroutine, "lazy iterator": "return a list of it"}.get(kind, self.instead)
         raise TypeError(f"{self.decorator}: {function!r} returned a {kind}, which runs after {self.end}: {advice}")
 
 
@@ -78,6 +86,8 @@ def kind_of_late(answer: Any) -> str:
     if isinstance(answer, CoroutineType):
         answer.close()  # Python would warn that it was never awaited.
         return "coroutine"
+    if isinstance(answer, _LAZY):
+        return "lazy iterator"
     return "context manager" if isinstance(answer, _MANAGERS) else "generator"
 
 

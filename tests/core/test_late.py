@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,20 @@ def test_answer_whose_body_is_still_to_run_is_refused(kind):
         LOCKED.refuse_answer(ship, late_answers()[kind], "await it")
 
 
+LAZY = [
+    map(str, [1]), filter(None, [1]), zip([1]), enumerate([1]), itertools.accumulate([1]), itertools.chain([1]),
+    itertools.chain.from_iterable(map(list, ["a"])), itertools.compress([1], [1]), itertools.cycle([1]),
+    itertools.dropwhile(bool, [1]), itertools.filterfalse(bool, [1]), itertools.groupby([1]), itertools.islice([1], 1),
+    itertools.pairwise([1]), itertools.starmap(str, [(1,)]), itertools.takewhile(bool, [1]), itertools.zip_longest([1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", LAZY)
+def test_iterator_whose_work_is_done_when_it_is_read_is_refused(answer):
+    with pytest.raises(TypeError, match=r"^@locked: .*ship.* returned a lazy iterator, .*: return a list of it$"):
+        LOCKED.refuse_answer(ship, answer, "await it")
+
+
 def test_coroutine_of_a_blocking_function_is_closed_and_refused():
     async def answer():
         pass
@@ -135,7 +150,7 @@ def test_coroutine_of_a_blocking_function_is_closed_and_refused():
 
 
 def test_answer_that_is_there_is_returned():
-    for answer in (42, [1], iter([1]), None):
+    for answer in (42, [1], range(2), iter([1]), iter({1: 1}.items()), reversed([1]), itertools.repeat(1, 2), None):
         assert LOCKED.refuse_answer(ship, answer, "") is answer
 
 
