@@ -270,9 +270,12 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     lock(lock("account", 1), lock("account", 2, store="ledger", using="ledger"), wait=10) as (source, target):`. Each
     has a separate lease and fence. Two databases still commit one after the other.
     """
-    if Lock in map(type, parts):
+    if not _LOCK_TYPES.isdisjoint(map(type, parts)):
         return Locks(parts, Lock, **options)
     return Lock(*parts, **options)
+
+
+_LOCK_TYPES: Final = frozenset({Lock, Locks})
 
 
 def refuse_in_loop() -> None:

@@ -53,7 +53,9 @@ def join(*parts: object) -> str:
         if _JOINED.fullmatch(name) and name.count(":") == len(parts) - 1:
             return _checked(name) if len(name) > MAX_NAME_BYTES else name
     if not parts:
-        raise ValueError("a lock needs a name: pass at least one part, such as lock('order', 42)")
+        raise ValueError(
+            "neither a name nor locks were given: pass at least one part, as in lock('order', 42), or one lock"
+        )
     encoded = [_encoded(part) for part in parts]
     if "%3A" in encoded[0]:
         _refuse_joined(unquote(encoded[0]))
@@ -237,6 +239,10 @@ def _no_text(part: object) -> TypeError:
         what += "; 0.1 + 0.2 and 0.3 would be two locks, so give a Decimal or an int"
     elif isinstance(part, type):
         what = f"not the class {part.__name__}"
+    elif hasattr(type(part), "acquire"):
+        what += (
+            ": pass several locks, and nothing else, to one lock(); above a function, write one @locked for each lock"
+        )
     elif callable(part) and (name := getattr(part, "__name__", "")):
         what += f" {name!r}: call it, {name}()"
     elif not isinstance(part, bool | Number | NoneType):

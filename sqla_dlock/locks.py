@@ -198,7 +198,7 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
 
     Raises TypeError for an AsyncSession, or anything else that is not a session, before any I/O.
     """
-    if isinstance(session, Lock):
+    if isinstance(session, Lock | Locks):
         return Locks((session, *parts), Lock, **options)
     return Lock(session if type(session) is Session else plain_session(session, "alock()"), parts, **options)
 
@@ -284,6 +284,6 @@ def alock(session: Any, *parts: Any, **options: Any) -> AsyncLock | AsyncLocks:
 
     Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.
     """
-    if isinstance(session, AsyncLock):
+    if isinstance(session, AsyncLock | AsyncLocks):
         return AsyncLocks((session, *parts), AsyncLock, **options)
     return AsyncLock(plain_async_session(session, "lock()").sync_session, parts, **options)

@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.views.generic import View
 from django.views.generic.detail import SingleObjectMixin
-from django.views.generic.edit import FormMixin
+from django.views.generic.edit import BaseFormView, FormMixin
 
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
@@ -92,6 +92,11 @@ class VersionedEditMixin:
         super().__init_subclass__(**options)
         for guarded in (View, SingleObjectMixin, FormMixin):
             require_left_of(guarded, VersionedEditMixin, cls)
+        if BaseFormView in cls.__mro__ and SingleObjectMixin not in cls.__mro__:
+            raise TypeError(
+                f"{cls.__name__} edits no object that VersionedEditMixin could guard: make it an UpdateView or "
+                "DeleteView in place of a FormView; in a FormView without the mixin, use a VersionedModelForm"
+            )
         guard_override(cls, "get_form_class", _versioned_class)
         guard_override(cls, "get_form", _requiring_version)
 

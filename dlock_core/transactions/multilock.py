@@ -43,6 +43,8 @@ class TiedLocks:
         if unknown:
             raise unknown_option(unknown, ("wait (of all together; the others are given to each lock)",))
         for each in locks:
+            if isinstance(each, TiedLocks):
+                raise TypeError(f"{each!r} are several locks already: pass each of them to one lock()")
             if not isinstance(each, kind):
                 raise TypeError(f"every part must be a lock, or none: {each!r} is not")
         self.locks = tuple(locks)

@@ -11,10 +11,12 @@ from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
 from fractions import Fraction
+from functools import partial
 from http.cookies import SimpleCookie
 from ipaddress import ip_address
 from pathlib import PurePosixPath
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, Mock
 from uuid import UUID
 
@@ -25,7 +27,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import QueryParams
 
+from dlock_core import Lock, MultiLock
 from dlock_core.names import canonical, join
+from dlock_core.testing import MemoryBackend
 
 PARTS = st.lists(
     st.text(min_size=1, max_size=12) | st.integers() | st.binary(min_size=1, max_size=8), min_size=1, max_size=4
@@ -218,6 +222,14 @@ def test_value_without_a_text_that_is_always_the_same_is_refused(part: object) -
         join("order", part)
 
 
+@pytest.mark.parametrize("kind", [partial(Lock, name="a"), partial(MultiLock, names=["a"])])
+def test_lock_in_a_name_is_told_where_locks_belong(kind: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"pass several locks, and nothing else, to one lock\(\); .* one @locked for each"
+    ):
+        join("order", kind(MemoryBackend()))
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1E+99999999"])
 def test_number_without_a_sensible_text_is_refused(number: str) -> None:
     with pytest.raises(ValueError, match=r"number|digits"):
@@ -323,7 +335,7 @@ def test_moments_share_a_name_only_if_they_are_equal(moment: datetime, hours: in
 
 @pytest.mark.parametrize("parts", [(), ("",), ("order", ""), (b"",), (Key(""),)])
 def test_missing_part_is_refused(parts: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"empty|needs a name"):
+    with pytest.raises(ValueError, match=r"empty|neither a name nor locks were given: pass"):
         join(*parts)
 
 

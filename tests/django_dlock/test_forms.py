@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models.signals import pre_save
 from django.forms import CharField, ModelForm, inlineformset_factory, modelform_factory, modelformset_factory
 from django.test.utils import isolate_apps
-from django.views.generic import DeleteView, UpdateView, View
+from django.views.generic import DeleteView, FormView, UpdateView, View
 from django.views.generic.detail import SingleObjectMixin
 from django.views.generic.edit import ModelFormMixin
 
@@ -273,6 +273,11 @@ def test_mixin_to_the_right_of_the_view_that_it_guards_is_refused(left):
     advice = re.escape(f"class Edit(VersionedEditMixin, {left.__name__})")
     with pytest.raises(TypeError, match=advice):
         type("Edit", (left, VersionedEditMixin), {})
+
+
+def test_form_view_without_an_object_is_refused_when_it_is_defined():
+    with pytest.raises(TypeError, match=r"Edit edits no object .* UpdateView or DeleteView"):
+        type("Edit", (VersionedEditMixin, FormView), {})
 
 
 def test_class_between_the_mixin_and_the_view_is_no_matter():

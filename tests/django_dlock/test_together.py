@@ -9,7 +9,7 @@ import pytest
 from django.db import connections, transaction
 from django.test import override_settings
 
-from django_dlock import lock
+from django_dlock import lock, locked
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSupported, SnapshotTooOld
 from django_dlock.tie import current
 from dlock_core.backend import Capabilities
@@ -337,6 +337,23 @@ def test_transfers_between_two_databases_never_deadlock_and_lose_nothing(redis_s
 def test_locks_and_parts_of_a_name_are_not_mixed(stores, parts):
     with pytest.raises(TypeError, match="every part must be a lock"):
         lock(account(1), *parts)
+
+
+def test_locks_that_are_together_already_are_refused_among_others(stores):
+    several = lock(account(1), account(2))
+    for parts in ((several, account(3)), (account(3), several), (several,)):
+        with pytest.raises(TypeError, match=r"are several locks already: pass each of them to one lock\(\)"):
+            lock(*parts)
+
+
+def test_decorator_is_told_that_each_lock_has_its_own():
+    with pytest.raises(TypeError, match="one @locked for each"):
+        locked(lock("a"), lock("b"))
+
+
+def test_no_locks_at_all_are_refused():
+    with pytest.raises(ValueError, match="neither a name nor locks were given"):
+        lock(*[])
 
 
 def test_options_belong_to_each_lock(stores):

@@ -196,6 +196,19 @@ async def test_cancelled_while_it_waits_leaves_none_held(held, async_engine, asy
         assert held() == ["default 2"]
 
 
+def test_locks_that_are_together_already_are_refused_among_others(held, make_engine):
+    with Session(make_engine("sqlite")) as session:
+        several, later = lock(account(session, 1), account(session, 2)), alock(aaccount(AsyncSession(), 1))
+        for make, parts in (
+            (lock, (several, account(session, 3))),
+            (lock, (account(session, 3), several)),
+            (lock, (several,)),
+            (alock, (later,)),
+        ):
+            with pytest.raises(TypeError, match=r"are several locks already: pass each of them to one lock\(\)"):
+                make(*parts)
+
+
 def test_threads_locks_and_tasks_locks_are_not_mixed(held, make_engine):
     with Session(make_engine("sqlite")) as session:
         with pytest.raises(TypeError, match="every part must be a lock"):
