@@ -160,8 +160,8 @@ class PreconditionMixin(_View):
         if response.status_code < 400 and self._dlock_object is None and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
-                "write the object that self.get_object() returns; a view that changes no single object leaves "
-                f"{request.method} out of if_match_required"
+                "write the object that self.get_object() returns; an action of your own on no single object says "
+                f"detail=False, and a view without actions leaves {request.method} out of if_match_required"
             )
 
     def _dlock_needs_object(self, method: str | None) -> bool:
