@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import ClauseElement, Table, bindparam, event
@@ -264,23 +265,25 @@ def _is_plain_value(mapper: Mapper[Any], name: str, added: Sequence[Any]) -> boo
 
 def send_updates(connection: Connection, mapper: Mapper[Any], writes: Sequence[RowUpdate]) -> CursorResult[Any]:
     """Update rows of one class with values for the same attributes, each only if it still has its version."""
-    names = tuple(writes[0].values)
-    binds = [f"dlock_{name}" for name in names] + [f"dlock_key{i}" for i in range(len(writes[0].key))]
-    rows = [
-        dict(zip(binds, (*write.values.values(), *write.key), strict=True)) | {"dlock_expected": write.version}
-        for write in writes
-    ]
-    return connection.execute(_update_statement(mapper, names), rows if len(rows) > 1 else rows[0])
+    statement, compared = _update_statement(mapper)
+    # The values are named after their columns, as in SQLAlchemy's own UPDATEs: a default may look them up by that name.
+    names = (*(mapper.columns[name].key for name in writes[0].values), *compared)
+    rows = [dict(zip(names, (*write.values.values(), *write.key, write.version), strict=True)) for write in writes]
+    return connection.execute(statement, rows if len(rows) > 1 else rows[0])
 
 
 @lru_cache(maxsize=256)
-def _update_statement(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
-    keys = [column == bindparam(f"dlock_key{i}", type_=column.type) for i, column in enumerate(key_columns(mapper))]
-    version = version_column(mapper)
-    guard = version == bindparam("dlock_expected", type_=version.type)
-    values: Any = {mapper.column_attrs[name].columns[0]: bindparam(f"dlock_{name}") for name in names}
+def _update_statement(mapper: Mapper[Any]) -> tuple[Update, tuple[str, ...]]:
+    """Return the UPDATE of a row, and the names of the parameters that it compares with the key and the version.
+
+    No column has these names. They are of lower-case letters and digits only, which SQLAlchemy makes of no other
+    character of a column's name.
+    """
     table: Any = mapper.local_table
-    return table.update().where(*keys, guard).values(values)  # type: ignore[no-any-return]
+    free = (name for number in count() if (name := f"dlock{number}") not in table.columns)
+    compared = {next(free): column for column in (*key_columns(mapper), version_column(mapper))}
+    conditions = (column == bindparam(name, type_=column.type) for name, column in compared.items())
+    return table.update().where(*conditions), tuple(compared)
 
 
 def mark_flushed(session: Session, mapper: Mapper[Any], writes: Sequence[RowUpdate], result: CursorResult[Any]) -> None:

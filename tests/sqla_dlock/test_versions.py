@@ -37,7 +37,7 @@ from sqla_dlock.versions import (
 from tests import processes
 from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.models import Counter
-from tests.sqla_dlock.version_models import Card, Code, Draft, Member, Order, Park, Person, Place, Shop
+from tests.sqla_dlock.version_models import Card, Code, Draft, Member, Named, Order, Park, Person, Place, Shop
 
 ONE = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 
@@ -271,6 +271,21 @@ def test_what_an_update_sets_by_itself_shows_in_the_instance(session, order, wri
     write(session, order)
     assert (order.edited, order.seen) == (7, 2)
     assert row(session, (Order.edited, Order.seen)) == (7, 2)
+
+
+@pytest.mark.parametrize("write", [save_with_version, lambda session, _: session.flush()])
+def test_column_of_any_name_gets_its_own_value_and_a_default_sees_it(session, write):
+    rows = [made(session, Named()) for _ in range(2)]
+    names = ["expected", "key0", "dlock_expected", "dlock0", "first"]
+    for number, each in enumerate(rows):
+        for value, name in enumerate(names, start=10 * (number + 1)):
+            setattr(each, name, value)
+    for each in rows:
+        write(session, each)
+    columns = [getattr(Named, name) for name in (*names, "double", "version")]
+    found = session.connection().execute(select(*columns).order_by(Named.id))
+    assert [tuple(each) for each in found] == [(10, 11, 12, 13, 14, 28, 2), (20, 21, 22, 23, 24, 48, 2)]
+    assert [(each.double, each.version) for each in rows] == [(28, 2), (48, 2)]
 
 
 def test_expression_is_computed_by_the_database_and_counted(session, order):

@@ -119,6 +119,20 @@ class Document(VersionedMixin, Base):
     data: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
 
 
+class Named(VersionedMixin, Base):
+    """Its columns are named as the parameters of a statement might be, and one of them is set after another."""
+
+    __tablename__ = "named"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    expected: Mapped[int] = mapped_column(default=0)
+    key0: Mapped[int] = mapped_column(default=0)
+    dlock_expected: Mapped[int] = mapped_column(default=0)
+    dlock0: Mapped[int] = mapped_column(default=0)
+    first: Mapped[int] = mapped_column("dlock1", default=0)
+    double: Mapped[int] = mapped_column(default=0, onupdate=lambda made: 2 * made.get_current_parameters()["dlock1"])
+
+
 class DataBase(MappedAsDataclass, DeclarativeBase):
     metadata = Base.metadata
 
