@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import (
     BinaryExpression,
     BindParameter,
+    ColumnElement,
     Delete,
     Engine,
     Insert,
@@ -122,10 +123,11 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
     if isinstance(statement, Insert):
         _refuse_upsert(statement, mapper)
     elif isinstance(statement, Update):
-        version = _countable_version(statement, mapper, f"update({mapper.class_.__name__})")
-        if not _counts(_given(statement, version), version):
+        writer = f"update({mapper.class_.__name__})"
+        version = _countable_version(statement, mapper, writer)
+        if not _counts(_given(statement, version), mapper, writer):
             raise NotSupported(
-                f"update({mapper.class_.__name__}) {where} has to count its version up itself, by "
+                f"{writer} {where} has to count its version up itself, by "
                 f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
             )
         _refuse_version_parameter(rows, mapper)
@@ -223,22 +225,23 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         counted = statement._generate()  # noqa: SLF001 - there is no public way
         counted.element = _with_count(plain(statement), mapper)
         return counted
-    version = _countable_version(statement, mapper, f"update({mapper.class_.__name__})")
-    name = version_key(mapper)
+    name, writer = version_key(mapper), f"update({mapper.class_.__name__})"
+    version = _countable_version(statement, mapper, writer)
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
     attribute = getattr(mapper.class_, name)
-    if given := _given(statement, version):
-        if not _counts(given, version):
-            raise NotSupported(
-                f"update({mapper.class_.__name__}) cannot set {name!r} to a value of its own: leave it out, or set it "
-                f"to {mapper.class_.__name__}.{name} + 1"
-            )
+    given = _given(statement, version)
+    if _counts(given, mapper, writer):
         if _is_number(version):
             return statement
         # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
         return _with_values(statement, {attribute: type_coerce(given[0], version.type)})
+    if given:
+        raise NotSupported(
+            f"{writer} cannot set {name!r} to a value of its own: leave it out, or set it to "
+            f"{mapper.class_.__name__}.{name} + 1"
+        )
     try:
         return _with_values(statement, {attribute: attribute + 1})
     except InvalidRequestError as error:
@@ -275,12 +278,20 @@ def _given(statement: Any, version: Any) -> list[Any]:
     return [value for column, value in set_values(statement).items() if column in columns]
 
 
-def _counts(given: list[Any], version: Any) -> bool:
+def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:
     """Return whether a version is set, and each time to itself plus a positive number.
 
-    Another kind of version than a number has a `version_id_generator` of the application, which may set it to anything.
+    Raises NotSupported for another kind of version than a number, which nothing can count up, unless it is set anew.
     """
-    return bool(given) and (not _is_number(version) or all(_is_increment(each, version) for each in given))
+    version = version_column(mapper)
+    if _is_number(version):
+        return bool(given) and all(_is_increment(each, version) for each in given)
+    if not given or any(isinstance(each, ColumnElement) and each in {version} for each in given):
+        raise NotSupported(
+            f"{writer} cannot count {version_key(mapper)!r} up, which is no number: set it to a value that no row has "
+            "had"
+        )
+    return True
 
 
 def _is_number(version: Any) -> bool:
@@ -351,9 +362,10 @@ def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
             "on_conflict_do_update()"
         )
     for values in upserted_values(statement):
-        version = _countable_version(statement, mapper, f"an upsert of {mapper.class_.__name__}")
-        if not _counts([values[version.key]] if version.key in values else [], version):
+        writer = f"an upsert of {mapper.class_.__name__}"
+        version = _countable_version(statement, mapper, writer)
+        if not _counts([values[version.key]] if version.key in values else [], mapper, writer):
             raise NotSupported(
-                f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "
+                f"{writer} has to count its version up itself, by "
                 f"set_={{..., {version.key!r}: {mapper.class_.__name__}.{version_key(mapper)} + 1}}"
             )

@@ -42,6 +42,7 @@ from tests.sqla_dlock.version_models import (
     Line,
     LineNote,
     Member,
+    Note,
     Order,
     Park,
     Person,
@@ -559,6 +560,50 @@ def test_version_of_a_decorated_number_has_to_count_as_well(session):
     with pytest.raises(NotSupported, match="leave it out"):
         session.execute(update(Decorated).values(version=7))
     assert Decorated.__mapper__.version_id_generator(None) == 1, "the time, as in a BigInteger; it is stopped here"
+
+
+NOT_COUNTED: Final = {
+    "session": lambda session: session.execute(update(Note).values(title="new")),
+    "itself": lambda session: session.execute(update(Note).values(title="new", revision=Note.revision)),
+    "many": lambda session: session.execute(
+        update(Note).where(Note.id == bindparam("key")).values(title="new"),
+        [{"key": 1}],
+        execution_options={"dml_strategy": "core_only"},
+    ),
+    "connection": lambda session: session.connection().execute(update(Note).values(title="new")),
+    "upsert": lambda session: session.execute(upsert_note(session, title="new")),
+}
+
+
+def upsert_note(session: Session, **values: Any) -> Any:
+    """Return an upsert of a note in the words of the database."""
+    name = session.get_bind().dialect.name
+    if name in {"sqlite", "postgresql"}:
+        statement = {"sqlite": sqlite, "postgresql": postgresql}[name].insert(Note).values(id=1, revision="a")
+        return statement.on_conflict_do_update(index_elements=["id"], set_=values)
+    return mysql.insert(Note).values(id=1, revision="a").on_duplicate_key_update(**values)
+
+
+@pytest.mark.parametrize("write", NOT_COUNTED.values(), ids=NOT_COUNTED)
+def test_version_that_is_no_number_has_to_be_set_anew_by_the_statement(session, write):
+    """One more is no next version of a text, and SQLite and MySQL would make a number of it."""
+    note = made(session, Note(id=1))[0]
+    with pytest.raises(NotSupported, match=r"cannot count 'revision' up.*set it to a value that no row has had"):
+        write(session)
+    assert rows(session, Note.title, Note.revision) == [("", note.revision)]
+
+
+@pytest.mark.parametrize("write", ["session", "connection", "upsert"])
+def test_statement_may_set_a_version_that_is_no_number(session, write):
+    note = made(session, Note(id=1))[0]
+    on = session.connection() if write == "connection" else session
+    values = {"title": "new", "revision": "anew"}
+    on.execute(upsert_note(session, **values) if write == "upsert" else update(Note).values(values))
+    assert rows(session, Note.title, Note.revision) == [("new", "anew")]
+    session.commit()
+    note.title = "mine"
+    with pytest.raises((StaleObject, ValueError)):
+        session.commit()
 
 
 def test_upsert_on_a_connection_has_to_count(session):

@@ -1,6 +1,7 @@
 """Tables of the tests of versions."""
 
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from sqlalchemy import JSON, ForeignKey, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
@@ -117,6 +118,17 @@ class Document(VersionedMixin, Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     data: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
+
+
+class Note(VersionedMixin, Base):
+    """Its version is a text, which the class makes."""
+
+    __tablename__ = "note"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    revision: Mapped[str] = mapped_column(String(32))
+    __mapper_args__: ClassVar[Any] = {"version_id_col": revision, "version_id_generator": lambda _: uuid4().hex}
 
 
 class Named(VersionedMixin, Base):
