@@ -20,7 +20,6 @@ from sqlalchemy import (
     Update,
     event,
     false,
-    null,
     type_coerce,
 )
 from sqlalchemy.exc import InvalidRequestError
@@ -42,7 +41,7 @@ from sqla_dlock.statements import (
 )
 from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.aggregates import refuse_child_writes
-from sqla_dlock.versions.conflicts import require_versions
+from sqla_dlock.versions.conflicts import lock_versions, require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.writes import note_overtaken, note_written
 
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _MATCHES: Final = "dlock_matches"
-"""The execution option of a SELECT by which SQLAlchemy finds the rows that an UPDATE will match."""
+"""The execution option, a session, of an UPDATE and of the SELECT by which SQLAlchemy finds the rows it matches."""
 _IN_SESSION: Final = "dlock_in_session"
 """The execution option of a statement that a session executes, which is counted or refused there."""
 
@@ -188,35 +187,56 @@ def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
         is_needed = is_needed and not _may_write_fewer(execution.statement)
-        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: True})
+        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: session})
 
 
 def _may_write_fewer(statement: Any) -> bool:
     """Return whether an UPDATE may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
 
-    Nothing tells which they are: all instances stay as they are, and stale.
+    To lock all that match would be too much: all instances stay as they are, and stale.
     """
     update = plain(statement)
-    return bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
+    is_extended = getattr(update, "_post_criteria_clause", None) is not None  # since SQLAlchemy 2.1
+    return is_extended or bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
 
 
 def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     """Lock the rows that an UPDATE without RETURNING will match: until then another transaction could change them.
 
-    In AUTOCOMMIT no lock would last until then, so no row counts as matched, and all instances stay as they are.
+    In AUTOCOMMIT no lock would last until then, and in a sharded session nothing tells what a row was: no row counts as
+    matched there, and all instances stay as they are.
     """
     session: Session = execution.session
     statement: Any = execution.statement
-    if session.get_bind(**execution.bind_arguments).dialect.update_returning:
+    mapper: Mapper[Any] = execution.bind_arguments["mapper"]
+    table: Any = mapper.local_table
+    if session.get_bind(**execution.bind_arguments).dialect.update_returning and table.implicit_returning:
         return None  # SQLAlchemy sends no SELECT
     if session.connection_callable is not None:  # sharding
-        execution.statement = statement.with_for_update()
+        execution.statement = statement.where(false())
         return None
-    mapper: Mapper[Any] = execution.bind_arguments["mapper"]
     connection = connection_for_writing(session, mapper)  # The session itself might send a SELECT to a replica.
-    statement = statement.with_only_columns(*mapper.primary_key, null())  # each key, followed by its identity token
+    # Each key, followed by its version, in the place of the identity token.
+    statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
     locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
     return connection.execute(locking, execution.parameters)
+
+
+@event.listens_for(Engine, "after_execute")
+def _keep_written(*execution: Any) -> None:
+    """Of the rows that were locked for an UPDATE, let SQLAlchemy synchronize those whose version it has changed.
+
+    The SELECT may have found others than the UPDATE wrote, by `func.rand()` for instance, or because a subquery reads
+    a snapshot in a SELECT only.
+    """
+    connection, statement, _, _, options, _ = execution
+    if _MATCHES in options and isinstance(statement, Update):
+        update = options["_sa_orm_update_options"]
+        mapper, identities = update._subject_mapper, options[_MATCHES].identity_map  # noqa: SLF001
+        matched = update._matched_rows or []  # noqa: SLF001
+        loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
+        same = lock_versions(connection, mapper, loaded, "save")
+        matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
 
 
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:

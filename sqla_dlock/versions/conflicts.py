@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Select
     from sqlalchemy.orm import Mapper, Session
 
-__all__ = ["StaleObject", "find_version", "require_versions", "stale_instance", "stale_row"]
+__all__ = ["StaleObject", "find_version", "lock_versions", "require_versions", "stale_instance", "stale_row"]
 
 if TYPE_CHECKING:
     Key = tuple[Any, ...]
@@ -82,19 +82,29 @@ def require_versions(
         expected: The key of each row, followed by its expected version as the last element.
         action: What the caller is about to do, "save" or "delete".
     """
+    now = lock_versions(connection, mapper, expected, action)
+    for *parts, version in (row for row in expected if row not in now):
+        # Keys that differ in Python may be equal to the database ("a" and "A"), so the database has the last word.
+        key = tuple(parts)
+        if (found := find_version(connection, mapper, key)) != version:
+            raise stale_row(session, mapper, key, expected=version, found=found, action=action)
+
+
+def lock_versions(connection: Connection, mapper: Mapper[Any], rows: Sequence[Key], action: str) -> set[Key]:
+    """Lock rows in the order of their keys, and return each key with the version that its row has now.
+
+    Each of the rows is given as its key and any version.
+    """
     query = _locking_query(mapper, action)
-    if len(expected) > MAX_ROWS_PER_QUERY:
+    if len(rows) > MAX_ROWS_PER_QUERY:
         with suppress(TypeError):  # Keys that Python cannot compare are in the database's order within each query only.
-            expected = sorted(expected)
-    for start in range(0, len(expected), MAX_ROWS_PER_QUERY):
-        some = expected[start : start + MAX_ROWS_PER_QUERY]
+            rows = sorted(rows)
+    now: set[Key] = set()
+    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
+        some = rows[start : start + MAX_ROWS_PER_QUERY]
         keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
-        now = {tuple(row) for row in connection.execute(query, {"dlock_keys": keys})}
-        for *parts, version in (row for row in some if row not in now):
-            # Keys that differ in Python may be equal to the database ("a" and "A"), so the database has the last word.
-            key = tuple(parts)
-            if (found := find_version(connection, mapper, key)) != version:
-                raise stale_row(session, mapper, key, expected=version, found=found, action=action)
+        now.update(tuple(row) for row in connection.execute(query, {"dlock_keys": keys}))
+    return now
 
 
 @lru_cache(maxsize=256)

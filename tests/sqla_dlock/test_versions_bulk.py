@@ -18,6 +18,7 @@ from sqlalchemy import (
     delete,
     event,
     exists,
+    func,
     insert,
     inspect,
     lambda_stmt,
@@ -385,6 +386,22 @@ def test_update_statement_locks_its_rows_where_it_writes_them_and_not_on_a_repli
         other.execute(update(Order).where(Order.title == "a").values(reads=5))
         assert (order.reads, order.version, len(read)) == (5, 2, 1)
     follower.dispose()
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_update_statement_of_a_table_that_is_not_to_use_returning_locks_its_rows_first(session, orders):
+    class Plain(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "orders", {"implicit_returning": False}
+        id = mapped_column(Integer, primary_key=True)
+        reads = mapped_column(Integer)
+
+    sent: list[str] = []
+    event.listen(session.get_bind(), "before_cursor_execute", lambda *execution: sent.append(execution[2]))
+    each = session.get_one(Plain, orders[0].id)
+    session.execute(update(Plain).where(Plain.id == each.id).values(reads=5))
+    assert (each.reads, each.version) == (5, 2)
+    assert [text.partition(" ")[0] for text in sent[-3:]] == ["SELECT", "UPDATE", "SELECT"]
+    assert sent[-3].endswith("FOR UPDATE")
 
 
 @pytest.mark.parametrize("kind", [Member, Code, Park, Basket])
@@ -1066,13 +1083,55 @@ def test_child_without_a_way_back_is_refused():
 
 
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("where", [func.rand() < 0.5, func.mod(func.crc32(func.uuid()), 2) == 0], ids=["rand", "uuid"])
+def test_update_whose_condition_changes_its_answer_counts_no_instance_of_which_the_row_was_not_written(session, where):
+    """MariaDB has no UPDATE ... RETURNING, and finds other rows with the SELECT before it than with the UPDATE."""
+    orders = made(session, *[Order(title=str(number)) for number in range(40)])
+    session.execute(update(Order).where(where).values(reads=5))
+    session.commit()
+    written = dict(rows(session, Order.id, Order.version))
+    session.commit()
+    assert [each.id for each in orders if each.version > written[each.id]] == []
+    assert {each.reads for each in orders if each.version == written[each.id] == 2} <= {5}
+    elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1 WHERE version = 1")
+    for each in orders:
+        if written[each.id] == 1:
+            each.title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_update_whose_subquery_reads_a_snapshot_in_select_only_counts_what_it_wrote(session, orders):
+    """A subquery of SELECT ... FOR UPDATE reads the snapshot of the transaction, and one of an UPDATE what is there now."""
+    made(session, Person(id=orders[0].id, name="vip"))
+    rows(session, Person.name)  # At REPEATABLE READ this takes the snapshot.
+    with session.get_bind().begin() as other:
+        other.execute(text("UPDATE person SET name = 'gone'"))
+    session.execute(update(Order).where(Order.id.in_(select(Person.id).where(Person.name == "vip"))).values(reads=5))
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1 WHERE title = 'a'")
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+def with_extension(statement: Any) -> Any:
+    """Add the LIMIT as SQLAlchemy 2.1 spells it."""
+    if not hasattr(mysql, "limit"):
+        pytest.skip("before SQLAlchemy 2.1")
+    return statement.ext(mysql.limit(1))
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
 @pytest.mark.parametrize(
     "fewer",
     [
         lambda statement: statement.with_dialect_options(mysql_limit=1, mariadb_limit=1),
+        with_extension,
         lambda statement: statement.prefix_with("IGNORE"),
     ],
-    ids=["limit", "ignore"],
+    ids=["limit", "extension", "ignore"],
 )
 def test_update_that_may_write_fewer_rows_than_it_matches_leaves_instances_stale(session, orders, fewer):
     session.execute(fewer(update(Order).values(reads=5)))
