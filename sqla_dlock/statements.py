@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Delete, Insert, SelectBase, Update
+from sqlalchemy import CTE, Delete, Insert, SelectBase, Update
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
@@ -60,11 +60,13 @@ def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:
 def writes_in_ctes(context: Any) -> Iterator[Any]:
     """Yield each UPDATE, INSERT and DELETE in a CTE of the statement that is executed in this context.
 
-    The compiled statement has its CTEs at hand, so that a statement without any costs nothing.
+    The compiled statement tells whether there are any, so that other statements cost nothing. But SQLAlchemy shares it
+    among statements that differ in their literals only, so the writes themselves are found in the statement.
     """
-    for cte in getattr(getattr(context, "compiled", None), "ctes", None) or ():
-        if isinstance(cte.element, Update | Insert | Delete):
-            yield cte.element
+    if getattr(getattr(context, "compiled", None), "ctes", None):
+        for clause in visitors.iterate(without_lambda(context.invoked_statement)):
+            if isinstance(clause, CTE) and isinstance(clause.element, Update | Insert | Delete):
+                yield clause.element
 
 
 def written_mapper(statement: Any) -> Mapper[Any] | None:

@@ -703,6 +703,10 @@ IN_CTES: Final = {
     "select": lambda changed: select(changed.cte()),
     "subquery": lambda changed: select(Order).where(Order.id.in_(select(changed.cte()))),
     "added": lambda changed: select(literal(1)).add_cte(changed.cte()),
+    "alias": lambda changed: select(aliased(Order, changed.cte()).id),
+    "join": lambda changed: select(Order).join(joined := changed.cte(), joined.c.id == Order.id),
+    "lambda": lambda changed: lambda_stmt(lambda: select(changed.cte())),
+    "lambda_where": lambda changed: select(Order).where(lambda: Order.id.in_(select(changed.cte()))),
     "update": lambda changed: update(Person).where(Person.id.in_(select(changed.cte()))).values(name="b"),
     "delete": lambda changed: delete(Person).where(Person.id.in_(select(changed.cte()))),
     "insert": lambda changed: insert(Person).from_select(["name"], select(cast(changed.cte().c.id, String))),
@@ -724,6 +728,24 @@ def test_update_in_a_cte_has_to_count(session, orders, within):
     orders[0].title = "mine"
     with pytest.raises(StaleObject):
         session.commit()
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("within", IN_CTES)
+def test_update_in_a_cte_is_judged_by_its_own_number_and_not_by_that_of_a_statement_compiled_before(
+    session, orders, within
+):
+    def count(number: int) -> None:
+        statement = IN_CTES[within](CHANGED.values(version=Order.version + number))
+        session.execute(statement, execution_options={"synchronize_session": False})
+
+    count(1)
+    with pytest.raises(NotSupported, match="in a CTE has to count its version up itself"):
+        count(0)
+    with pytest.raises(NotSupported, match="in a CTE has to count its version up itself"):
+        session.execute(lambda_stmt(lambda: select(CHANGED.values(version=Order.version + 0).cte())))
+    count(1)
+    assert rows(session, Order.title, Order.version)[0] == ("a", 3)
 
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
