@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 __all__ = [
+    "is_on_class",
     "other_mappers",
     "places",
     "plain",
@@ -70,13 +71,30 @@ def writes_in_ctes(context: Any) -> Iterator[Any]:
 
 
 def written_mapper(statement: Any) -> Mapper[Any] | None:
-    """Return the class that an ORM statement writes; None for a statement on a table, and for one that only reads."""
+    """Return the class that an UPDATE, INSERT or DELETE writes; None for other statements.
+
+    One on a table writes the class of which an attribute is named anywhere in it; None if none is.
+    """
     statement = plain(statement)
-    if not (isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs):  # noqa: SLF001
+    if not isinstance(statement, Update | Insert | Delete):
         return None
-    mapper: Mapper[Any] = statement._propagate_attrs["plugin_subject"].mapper  # noqa: SLF001
-    # An UPDATE of a table has the class that its WHERE names, which may be another one.
-    return mapper if without_alias(statement.table) in mapper.tables else None
+    table, subject = without_alias(statement.table), statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001
+    # SQLAlchemy takes the first class that it comes across for the subject, which may be one that is only read.
+    if subject is not None and table in subject.mapper.tables:
+        return subject.mapper  # type: ignore[no-any-return]
+    return None if is_on_class(statement) else next((each for each in _named(statement) if table in each.tables), None)
+
+
+def _named(statement: Any) -> Iterator[Mapper[Any]]:
+    """Yield the classes of which a statement names attributes, also by an alias."""
+    for clause in visitors.iterate(statement):
+        if (mapper := getattr(clause, "_annotations", {}).get("parentmapper")) is not None:
+            yield mapper
+
+
+def is_on_class(statement: Any) -> bool:
+    """Return whether an UPDATE, INSERT or DELETE is of a class, as `update(Order)` is, and not of its table."""
+    return "parententity" in plain(statement).table._annotations  # noqa: SLF001
 
 
 def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:

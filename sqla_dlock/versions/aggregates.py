@@ -83,14 +83,13 @@ def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
 
 @event.listens_for(Session, "do_orm_execute")
 def _refuse_bulk_writes(execution: ORMExecuteState) -> None:
-    if not execution.is_select and execution.is_orm_statement:
-        refuse_child_writes(execution.statement)
+    if not execution.is_select:
+        refuse_child_writes(execution.statement, written_mapper(execution.statement))
 
 
-def refuse_child_writes(statement: Any) -> None:
-    """Raise NotSupported for an ORM statement that writes children, of which it cannot count the roots."""
+def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:
+    """Raise NotSupported for a statement that writes children, its own class, of which it cannot count the roots."""
     statement = plain(statement)
-    own = written_mapper(statement)
     for mapper in (*([own] if own else ()), *other_mappers(statement)):
         _resolve_paths()
         written = [mapper] if isinstance(statement, Insert) else mapper.self_and_descendants
@@ -98,7 +97,8 @@ def refuse_child_writes(statement: Any) -> None:
             verb = statement.__visit_name__
             raise NotSupported(
                 f"{verb}({child}) would not count the versions of the aggregates that {child} belongs to: change "
-                f"instances and flush them; or touch() the roots, and send {verb}({child}.__table__)"
+                f"instances and flush them; or touch() the roots, and send {verb}({child}.__table__) with "
+                "columns of the table only"
             )
 
 

@@ -1,6 +1,6 @@
 """ORM statements that write many rows of a versioned class: each increments the version, or is refused.
 
-Core statements on the table, raw SQL and `session.bulk_insert_mappings` are not covered.
+Statements on the table that name no attribute of the class, raw SQL and `session.bulk_insert_mappings` are not covered.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sqlalchemy.util import immutabledict
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import (
+    is_on_class,
     other_mappers,
     places,
     plain,
@@ -43,7 +44,7 @@ from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.aggregates import refuse_child_writes
 from sqla_dlock.versions.conflicts import lock_versions, require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
-from sqla_dlock.versions.writes import note_overtaken, note_written
+from sqla_dlock.versions.writes import COUNTED, note_overtaken, note_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,17 +56,15 @@ __all__: list[str] = []
 
 _MATCHES: Final = "dlock_matches"
 """The execution option, a session, of an UPDATE and of the SELECT by which SQLAlchemy finds the rows it matches."""
-_IN_SESSION: Final = "dlock_in_session"
-"""The execution option of a statement that a session executes, which is counted or refused there."""
 
 
 @event.listens_for(Session, "do_orm_execute")
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_delete:
-        _refuse_blind_comparison(execution.statement)
+        _refuse_blind_comparison(execution.statement, written_mapper(execution.statement))
     if execution.is_update or execution.is_insert:
         # Of the statement: an UPDATE by primary key does not receive the options of its execution.
-        execution.statement = without_lambda(execution.statement).execution_options(**{_IN_SESSION: True})
+        execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
         return _count_or_refuse(execution)
     if _MATCHES in execution.local_execution_options:
         return _lock_matches(execution)
@@ -74,15 +73,16 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
 
 def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
     statement: Any = execution.statement
-    _refuse_alias_and_other_classes(statement)
-    _refuse_blind_comparison(statement)
     mapper = written_mapper(statement)
+    _refuse_alias_and_other_classes(statement, mapper)
+    _refuse_blind_comparison(statement, mapper)
     if mapper is None or not _is_versioned(mapper):
         return None
     if execution.is_insert:
         _refuse_upsert(statement, mapper)
     elif isinstance(execution.parameters, list):
-        if not (execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only"):
+        is_by_condition = execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only"
+        if is_on_class(statement) and not is_by_condition:
             return _update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
         execution.statement = _with_count(statement, mapper)
@@ -102,9 +102,10 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 
 @event.listens_for(Engine, "before_execute")
 def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
-    """Refuse an ORM statement that a Connection executes by itself, with no session that would add a count."""
+    """Refuse a statement on a class that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
-    if isinstance(statement, Update | Insert | Delete) and statement._propagate_attrs and _IN_SESSION not in options:  # noqa: SLF001
+    is_counted = COUNTED in options or "compiled_cache" in options  # A flush has a cache for each class.
+    if isinstance(statement, Update | Insert | Delete) and not is_counted:
         _refuse_uncounted(statement, "on a Connection", [*many, params])
 
 
@@ -113,10 +114,10 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
 
     `rows`: the parameters with which it is executed.
     """
-    refuse_child_writes(statement)
-    _refuse_alias_and_other_classes(statement)
-    _refuse_blind_comparison(statement)
     mapper = written_mapper(statement)
+    refuse_child_writes(statement, mapper)
+    _refuse_alias_and_other_classes(statement, mapper)
+    _refuse_blind_comparison(statement, mapper)
     if mapper is None or not _is_versioned(mapper):
         return
     if isinstance(statement, Insert):
@@ -132,7 +133,7 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
         _refuse_version_parameter(rows, mapper)
 
 
-def _refuse_alias_and_other_classes(statement: Any) -> None:
+def _refuse_alias_and_other_classes(statement: Any, own: Mapper[Any] | None) -> None:
     """Refuse an UPDATE of an alias, and one that sets columns of another class as well, as MySQL can.
 
     SQLAlchemy cannot synchronize an alias: it would take all instances for matched.
@@ -140,7 +141,6 @@ def _refuse_alias_and_other_classes(statement: Any) -> None:
     update = plain(statement)
     if not isinstance(update, Update):
         return
-    own = written_mapper(update)
     if own is not None and _is_versioned(own) and update.table is not without_alias(update.table):
         name = own.class_.__name__
         raise NotSupported(
@@ -153,13 +153,13 @@ def _refuse_alias_and_other_classes(statement: Any) -> None:
         )
 
 
-def _refuse_blind_comparison(statement: Any) -> None:
+def _refuse_blind_comparison(statement: Any, mapper: Mapper[Any] | None) -> None:
     """Refuse a condition that names the version elsewhere than in the row that is written.
 
     PostgreSQL waits for a row, and then evaluates again only the conditions on that row itself: not those on another
     table or an alias, nor what a subquery has found.
     """
-    write, mapper = plain(statement), written_mapper(statement)
+    write = plain(statement)
     if mapper is None or not _is_versioned(mapper) or not isinstance(write, Update | Delete):
         return
     version = version_column(mapper)
@@ -182,7 +182,7 @@ def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
     By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not, and
     would get the version that another user's write has given to the row.
     """
-    if _option(execution, "synchronize_session", "auto"):
+    if is_on_class(execution.statement) and _option(execution, "synchronize_session", "auto"):
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import InstanceState, Session
 
 __all__ = [
+    "COUNTED",
     "RowUpdate",
     "expected_version",
     "forget_touch",
@@ -44,6 +45,8 @@ __all__ = [
     "touch",
 ]
 
+COUNTED: Final = "dlock_counted"
+"""The execution option of a statement that counts versions, or that a session has counted or refused."""
 _READ_LATE: Final = "dlock_version_read_late"
 _WRITTEN: Final = "dlock_version_written"
 _TOUCHED: Final = "dlock_touched"
@@ -283,7 +286,7 @@ def _update_statement(mapper: Mapper[Any]) -> tuple[Update, tuple[str, ...]]:
     free = (name for number in count() if (name := f"dlock{number}") not in table.columns)
     compared = {next(free): column for column in (*key_columns(mapper), version_column(mapper))}
     conditions = (column == bindparam(name, type_=column.type) for name, column in compared.items())
-    return table.update().where(*conditions), tuple(compared)
+    return table.update().where(*conditions).execution_options(**{COUNTED: True}), tuple(compared)
 
 
 def mark_flushed(session: Session, mapper: Mapper[Any], writes: Sequence[RowUpdate], result: CursorResult[Any]) -> None:

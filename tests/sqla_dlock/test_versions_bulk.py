@@ -12,6 +12,7 @@ from sqlalchemy import (
     String,
     TypeDecorator,
     Update,
+    and_,
     bindparam,
     cast,
     create_engine,
@@ -23,6 +24,7 @@ from sqlalchemy import (
     inspect,
     lambda_stmt,
     literal,
+    or_,
     select,
     text,
     update,
@@ -636,8 +638,14 @@ CHILD_WRITES: Final = pytest.mark.parametrize(
         insert(Line).values(amount=1),
         lambda_stmt(lambda: update(Line).values(amount=5)),
         lambda_stmt(lambda: delete(Line)),
+        update(Line.__table__).where(and_(Line.__table__.c.id == 1, Line.amount == 1)).values(amount=5),
+        delete(Line.__table__).where(or_(Line.__table__.c.id == 1, Line.amount == 1)),
+        insert(Line.__table__).values({Line.amount: 1}),
     ],
-    ids=["update", "delete", "insert", "lambda_update", "lambda_delete"],
+    ids=[
+        *("update", "delete", "insert", "lambda_update", "lambda_delete"),
+        *("table_update", "table_delete", "table_insert"),
+    ],
 )
 
 
@@ -764,6 +772,53 @@ def test_statements_on_the_table_pass_by_in_a_cte_too(session, orders):
     table = Order.__table__
     session.execute(select(update(table).where(table.c.title == "a").values(reads=5).returning(table.c.id).cte()))
     assert rows(session, Order.title, Order.reads, Order.version)[0] == ("a", 5, 1)
+
+
+ON_TABLE: Final = {
+    "and": lambda table: update(table).where(and_(table.c.title == "a", Order.reads < 9)).values(reads=5),
+    "or": lambda table: update(table).where(or_(table.c.title == "a", Order.title == "a")).values(reads=5),
+    "exists": lambda table: update(table).where(~exists().where(Person.id == Order.id)).values(reads=5),
+    "other_first": lambda table: update(table).where(Person.id != 0, Order.id == Person.id).values(reads=5),
+    "key": lambda table: update(table).where(table.c.title == "a").values({Order.reads: 5}),
+    "value": lambda table: update(table).where(table.c.title == "a").values(reads=Order.reads + 5),
+    "top": lambda table: update(table).where(Order.title == "a").values(reads=5),
+}
+
+
+@pytest.mark.parametrize("make", ON_TABLE.values(), ids=ON_TABLE)
+def test_update_of_a_table_that_names_an_attribute_anywhere_counts(session, orders, make):
+    made(session, Person(id=orders[0].id))
+    session.execute(delete(Order).where(Order.title != "a"))
+    if make is ON_TABLE["exists"]:
+        session.execute(delete(Person))
+    session.execute(make(Order.__table__))
+    assert rows(session, Order.title, Order.reads, Order.version) == [("a", 5, 2)]
+    session.commit()
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("make", ON_TABLE.values(), ids=ON_TABLE)
+def test_update_of_a_table_that_names_an_attribute_anywhere_has_to_count_on_a_connection(session, orders, make):
+    with pytest.raises(NotSupported, match="on a Connection has to count its version up itself"):
+        session.connection().execute(make(Order.__table__))
+
+
+def test_update_of_a_table_for_several_sets_of_parameters_counts_if_it_names_an_attribute(session, orders):
+    statement = update(Order.__table__).where(Order.title == bindparam("of")).values(reads=5)
+    session.execute(statement, [{"of": "a"}, {"of": "b"}])
+    assert rows(session, Order.title, Order.version)[:3] == [("a", 2), ("b", 2), ("c", 1)]
+
+
+def test_statements_on_the_table_with_its_columns_only_pass_by(session, orders):
+    table = Order.__table__
+    for on in (session, session.connection()):
+        on.execute(update(table).where(and_(table.c.title == "a", table.c.reads == 0)).values(reads=5))
+        on.execute(
+            update(table).where(table.c.reads == select(func.count(Person.id)).scalar_subquery()).values(reads=6)
+        )
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
 
 
 def test_update_statement_counts_a_column_of_another_name(session):
