@@ -5,6 +5,7 @@ Statements on the table that name no attribute of the class, raw SQL and `sessio
 
 from __future__ import annotations
 
+from numbers import Number
 from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +45,7 @@ from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.aggregates import refuse_child_writes
 from sqla_dlock.versions.conflicts import lock_versions, require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
-from sqla_dlock.versions.writes import COUNTED, note_overtaken, note_written
+from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +88,8 @@ def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
         _refuse_assigned_versions(execution.parameters, mapper)
         execution.statement = _with_count(statement, mapper)
     else:
-        _refuse_version_parameter([execution.parameters or {}], mapper)
+        given = execution.parameters or {}
+        _refuse_version_parameter(given if isinstance(given, tuple) else [given], mapper)
         execution.statement = _with_count(statement, mapper)
         _synchronize(execution, mapper)
     return None
@@ -186,7 +188,8 @@ def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
-        is_needed = is_needed and not _may_write_fewer(execution.statement)
+        # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
+        is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
         execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: session})
 
 
@@ -338,7 +341,7 @@ def _refuse_version_parameter(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
     if _names_version(rows, mapper):
         raise NotSupported(
             f"{version_key(mapper)!r} among the parameters of update({mapper.class_.__name__}) would not be checked: "
-            "leave it out, or compare it in where(...)"
+            "leave it out, or compare it in where(...) by a parameter of another name"
         )
 
 
@@ -365,6 +368,10 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
     if not all(key in row for row in rows for key in keys):
         return execution.invoke_statement()  # SQLAlchemy itself refuses rows without a key.
     expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
+    if isinstance(version_column(mapper).type, Integer | Numeric):
+        for *_, version in expected:
+            if not isinstance(version, Number):
+                raise no_number(mapper.class_, version)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
     require_versions(session, connection, mapper, expected, "save")
     for *key, version in expected:

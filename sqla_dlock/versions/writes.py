@@ -36,6 +36,7 @@ __all__ = [
     "is_touched",
     "mark_flushed",
     "needs_one_update",
+    "no_number",
     "note_overtaken",
     "note_written",
     "read_version",
@@ -190,11 +191,14 @@ def expected_version(instance: Any, action: str) -> Any:
 def require_expected(instance: Any, expected: Any, version: Any, action: str) -> None:
     """Raise StaleObject unless the instance has the version that the caller expects; TypeError if that is no number."""
     if isinstance(version, int) and not isinstance(expected, int):
-        raise TypeError(
-            f"the expected version is a number, as versions of {type(instance).__name__} are, not {expected!r:.80}"
-        )
+        raise no_number(type(instance), expected)
     if expected != version:
         raise stale_instance(instance, expected=expected, found=version, action=action)
+
+
+def no_number(model: type, expected: Any) -> TypeError:
+    """Return the error for an expected version that is no number, of a class whose versions are numbers."""
+    return TypeError(f"the expected version is a number, as versions of {model.__name__} are, not {expected!r:.80}")
 
 
 def touch(instance: Any) -> None:

@@ -547,14 +547,41 @@ def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
     assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 2)}
 
 
+def test_update_by_condition_takes_a_tuple_of_parameters_too(session, orders):
+    statement = update(Order).where(Order.title == bindparam("of")).values(reads=bindparam("new"))
+    session.execute(statement, ({"of": "a", "new": 5}, {"of": "b", "new": 6}))
+    found = rows(session, Order.title, Order.reads, Order.version)
+    assert found[:3] == [("a", 5, 2), ("b", 6, 2), ("c", 0, 1)]
+    session.commit()
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+def test_version_that_is_compared_by_a_parameter_needs_another_name_than_the_column(session, orders):
+    statement = update(Order).where(Order.version == bindparam("version")).values(reads=5)
+    with pytest.raises(NotSupported, match=r"compare it in where\(\.\.\.\) by a parameter of another name"):
+        session.execute(statement, {"version": 1})
+    session.execute(update(Order).where(Order.version == bindparam("known")).values(reads=5), {"known": 1})
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {2}
+
+
+@pytest.mark.parametrize("version", ["1", None])
+def test_update_by_primary_key_with_a_version_that_is_no_number_is_a_mistake(session, orders, version, statements):
+    with pytest.raises(TypeError, match=f"the expected version is a number, as versions of Order are, not {version!r}"):
+        session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": version}])
+    assert sent(statements) == []
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda session, given: session.execute(update(Order).where(Order.id == 1), given),
+        lambda session, given: session.execute(update(Order).where(Order.id == 1), (given, given)),
         lambda session, given: session.connection().execute(update(Order).values(version=Order.version + 1), given),
         lambda session, given: session.connection().execute(update(Order).values(version=Order.version + 1), [given]),
     ],
-    ids=["session", "connection", "many"],
+    ids=["session", "tuple", "connection", "many"],
 )
 def test_version_among_the_parameters_of_an_update_is_refused_because_nothing_would_check_it(session, orders, write):
     with pytest.raises(NotSupported, match="among the parameters"):
