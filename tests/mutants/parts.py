@@ -186,7 +186,7 @@ EXPLAINED: Final[dict[str, str]] = {
     "→ for start in range(0, len(writes) if len(writes) >= 1 else 0, MAX_ROWS_PER_QUERY):": (
         "a row that is alone is written by one UPDATE with the same check, here or by the flush that follows"
     ),
-    "sqla_dlock/versions/conflicts.py: if len(expected) > MAX_ROWS_PER_QUERY: → if len(expected) >= MAX_ROWS_PER_QUERY:": (
+    "sqla_dlock/versions/conflicts.py: if len(rows) > MAX_ROWS_PER_QUERY: → if len(rows) >= MAX_ROWS_PER_QUERY:": (
         "exactly as many rows as one query takes are sorted without need"
     ),
     "dlock_core/transactions/fence_sql.py: …S_MARKED: Final = 'SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHE… → …S_MARKED: Final = 'SELECT CASE WHEN s_token >= token THEN 1 ELSE 0 END FROM dlock_fence WH…": "a mark is never equal to a token: what has the same one is refused",
