@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from warnings import catch_warnings, simplefilter
 
 from sqlalchemy import BigInteger, SmallInteger, event, inspect
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SAWarning
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.orm import Mapped, Mapper, declared_attr, mapped_column, synonym
+from sqlalchemy.orm import ColumnProperty, Mapped, Mapper, declared_attr, mapped_column, synonym
 from sqlalchemy.sql.functions import FunctionElement
 
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
@@ -34,7 +35,8 @@ class VersionedMixin:
 
     A version that you assign is the one that you expect: the next flush raises StaleObject if the instance was read
     with another, and the assigned value itself is never written. To use another column name, declare the column and
-    name it in `__mapper_args__ = {"version_id_col": revision}`; `version` is then a synonym of it.
+    name it in `__mapper_args__ = {"version_id_col": revision}`; `version` is then a synonym of it, and no other column
+    may be an attribute of this name.
 
     Core statements on the table and raw SQL are not covered.
     """
@@ -88,8 +90,6 @@ def _add_version(cls: Any) -> None:
     own = _static_attribute(cls, "__mapper_args__") or {}
     named = _arguments(cls, own).get("version_id_col")
     if named is not None and named is not vars(cls).get("version"):
-        if (name := _name_of(cls, named)) not in (None, "version"):
-            cls.version = synonym(name)
         return
     if vars(cls).get("version") is None:
         # The server has a default as well: without it, other software could not insert rows.
@@ -104,12 +104,11 @@ def _add_version(cls: Any) -> None:
 
 
 def _arguments(cls: Any, own: Any) -> Any:
-    return own if isinstance(own, dict) else own.fget(cls)
-
-
-def _name_of(cls: type, column: Any) -> str | None:
-    """Return the name of the attribute, of the class or of a mixin, that a column is assigned to."""
-    return next((name for base in cls.__mro__ for name, value in vars(base).items() if value is column), None)
+    if isinstance(own, dict):
+        return own
+    with catch_warnings():  # SQLAlchemy warns of a declared_attr that is read before its class is mapped.
+        simplefilter("ignore", SAWarning)
+        return own.fget(cls)
 
 
 def _first_version() -> int:
@@ -169,6 +168,21 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
         # The server default is for rows that other software inserts. SQLAlchemy takes it as a sign that the server
         # counts the version, and would build every UPDATE anew, to ask for the value: a fifth of the flush's time.
         mapper._version_id_has_server_side_value = False  # noqa: SLF001
+
+
+@event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
+def _name_version(mapper: Mapper[Any], cls: type) -> None:
+    """Let `version` be a synonym of a version of another name, whatever declares its column."""
+    name = version_key(mapper)
+    if name == "version":
+        return
+    if not mapper.has_property("version"):
+        mapper.add_property("version", synonym(name))
+    elif isinstance(mapper.get_property("version"), ColumnProperty):
+        raise ArgumentError(
+            f"{cls.__name__}.version is not the version that a flush checks, which is {name!r}: give that attribute "
+            "another name, as an assigned version would not be compared"
+        )
 
 
 def _version_generator(kind: Any) -> Callable[[Any], Any]:

@@ -3,9 +3,24 @@
 from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, Integer, SmallInteger, create_engine, func, insert, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    SmallInteger,
+    String,
+    Table,
+    create_engine,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, declared_attr, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, declared_attr, mapped_column, synonym
 
 from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version, touch
 
@@ -177,6 +192,104 @@ def test_arguments_that_are_computed_may_name_the_version(base, engine):
     doc.text = "ours"
     with pytest.raises(StaleObject):
         session.flush()
+
+
+def revised_table(base: Any) -> Table:
+    columns = [Column("id", Integer, primary_key=True), Column("text", String), Column("revision", BigInteger)]
+    return Table("doc", base.metadata, *columns)
+
+
+def doc_of_a_declared_attribute(base: Any) -> Any:
+    class Revised:
+        @declared_attr
+        def revision(cls) -> Mapped[int]:
+            return mapped_column(BigInteger)
+
+        @declared_attr.directive
+        def __mapper_args__(cls) -> dict[str, Any]:
+            return {"version_id_col": cls.revision}
+
+    class Doc(VersionedMixin, Revised, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str | None]
+
+    return Doc
+
+
+def doc_of_a_mixin(base: Any) -> Any:
+    class Revised:
+        revision: Mapped[int] = mapped_column(BigInteger)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
+
+    class Doc(VersionedMixin, Revised, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str | None]
+
+    return Doc
+
+
+def doc_of_a_table(base: Any) -> Any:
+    class Doc(VersionedMixin, base):
+        __table__ = revised_table(base)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": __table__.c.revision}
+
+    return Doc
+
+
+def doc_of_an_imperative_mapping(base: Any) -> Any:
+    class Doc(VersionedMixin):
+        pass
+
+    table = revised_table(base)
+    base.registry.map_imperatively(Doc, table, version_id_col=table.c.revision)
+    return Doc
+
+
+DOCS = [doc_of_a_declared_attribute, doc_of_a_mixin, doc_of_a_table, doc_of_an_imperative_mapping]
+
+
+@pytest.mark.parametrize("make", DOCS)
+def test_version_that_a_payload_assigns_is_expected_whatever_declares_its_column(base, engine, make):
+    doc_class = make(base)
+    doc = doc_class()
+    doc.id = 1
+    session = stored(base, engine, doc)
+    seen = doc.version
+    assert seen == doc.revision
+    session.execute(update(doc_class).values(text="theirs"))
+    session.commit()
+    session.refresh(doc)
+    doc.text, doc.version = "mine", seen
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_attribute_of_the_name_version_that_is_not_the_version_is_refused(base):
+    with pytest.raises(ArgumentError, match="Doc.version is not the version .* which is 'revision'"):
+
+        class Doc(VersionedMixin, base):
+            __tablename__ = "doc"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            version: Mapped[str]
+            revision: Mapped[int] = mapped_column(BigInteger)
+            __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
+
+
+def test_synonym_of_the_program_s_own_is_kept(base):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        revision: Mapped[int] = mapped_column(BigInteger)
+        version: Mapped[int] = synonym("revision")
+        __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
+
+    class Contract(Doc):
+        __tablename__ = "contract"
+        id: Mapped[int] = mapped_column(ForeignKey("doc.id"), primary_key=True)
+
+    assert Contract(version=5).revision == 5
 
 
 def test_arguments_that_are_computed_may_leave_the_version_to_the_mixin(base):
