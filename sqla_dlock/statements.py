@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import CTE, Delete, Insert, SelectBase, Update
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 __all__ = [
+    "inserted_columns",
     "is_on_class",
+    "is_replace",
     "other_mappers",
     "places",
     "plain",
@@ -47,6 +51,18 @@ def set_values(statement: Any) -> dict[Any, Any]:
     """Return what `values()` or `ordered_values()` of an UPDATE set, by columns, or by names that are no attributes."""
     ordered = getattr(statement, "_ordered_values", None)  # before SQLAlchemy 2.1
     return dict(statement._values or ordered or ())  # noqa: SLF001 - nothing public tells what a statement sets
+
+
+def inserted_columns(statement: Any) -> Iterator[Any]:
+    """Yield the columns, or their names, that `values()` or `from_select()` of an INSERT set."""
+    yield from statement._values or statement._select_names or ()  # noqa: SLF001 - nothing public tells
+    for row in chain.from_iterable(statement._multi_values):  # noqa: SLF001
+        yield from row if isinstance(row, Mapping) else islice(statement.table.c, len(row))
+
+
+def is_replace(statement: Any) -> bool:
+    """Return whether an INSERT replaces the row that has its key, such as SQLite's INSERT OR REPLACE."""
+    return any("REPLACE" in str(prefix).upper() for prefix, _ in statement._prefixes)  # noqa: SLF001 - nothing public
 
 
 def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:

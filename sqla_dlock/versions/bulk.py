@@ -30,7 +30,9 @@ from sqlalchemy.util import immutabledict
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import (
+    inserted_columns,
     is_on_class,
+    is_replace,
     other_mappers,
     places,
     plain,
@@ -80,7 +82,7 @@ def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
     if mapper is None or not _is_versioned(mapper):
         return None
     if execution.is_insert:
-        _refuse_upsert(statement, mapper)
+        _refuse_insert(plain(statement), mapper, _raw_rows(execution))
     elif isinstance(execution.parameters, list):
         is_by_condition = execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only"
         if is_on_class(statement) and not is_by_condition:
@@ -123,7 +125,7 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
     if mapper is None or not _is_versioned(mapper):
         return
     if isinstance(statement, Insert):
-        _refuse_upsert(statement, mapper)
+        _refuse_insert(statement, mapper, rows)
     elif isinstance(statement, Update):
         writer = f"update({mapper.class_.__name__})"
         version = _countable_version(statement, mapper, writer)
@@ -354,8 +356,9 @@ def _refuse_assigned_versions(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
 
 
 def _names_version(rows: Sequence[Any], mapper: Mapper[Any]) -> bool:
-    """Return whether one of these rows of parameters names the version, by its attribute or its column."""
-    names = {version_key(mapper), version_column(mapper).key}
+    """Return whether one of these rows names the version, by its attribute or its column."""
+    version = version_column(mapper)
+    names = {version_key(mapper), version, version.key}
     return any(not names.isdisjoint(row) for row in rows)
 
 
@@ -382,17 +385,38 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
     return result
 
 
-def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
-    if any("REPLACE" in str(prefix).upper() for prefix, _ in statement._prefixes):  # noqa: SLF001 - nothing public
+def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
+    """Return the parameters of an INSERT that are written as they are given.
+
+    From others SQLAlchemy drops the version, as it does for an instance that is added.
+    """
+    if not execution.is_from_statement and _option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
+        return []
+    rows: Any = execution.parameters or []
+    return rows if isinstance(rows, list) else [rows]
+
+
+def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> None:
+    """Refuse an INSERT that sets a version: of a new row, which may be an older one's, or back, of one that is there.
+
+    `rows`: the parameters that are written as they are given.
+    """
+    name = mapper.class_.__name__
+    if is_replace(statement):
         raise NotSupported(
-            f"REPLACE of {mapper.class_.__name__} would set the version of a row back: update it, or insert it with "
+            f"REPLACE of {name} would set the version of a row back: update it, or insert it with "
             "on_conflict_do_update()"
         )
+    if _is_number(version_column(mapper)) and _names_version([inserted_columns(statement), *rows], mapper):
+        raise NotSupported(
+            f"insert({name}) cannot set {version_key(mapper)!r}, which may be that of an older row of this key: leave "
+            f"it out, or give the rows to session.execute(insert({name}), [...]), where each begins with a new one"
+        )
     for values in upserted_values(statement):
-        writer = f"an upsert of {mapper.class_.__name__}"
+        writer = f"an upsert of {name}"
         version = _countable_version(statement, mapper, writer)
         if not _counts([values[version.key]] if version.key in values else [], mapper, writer):
             raise NotSupported(
                 f"{writer} has to count its version up itself, by "
-                f"set_={{..., {version.key!r}: {mapper.class_.__name__}.{version_key(mapper)} + 1}}"
+                f"set_={{..., {version.key!r}: {name}.{version_key(mapper)} + 1}}"
             )

@@ -1029,6 +1029,62 @@ def test_insert_statements_start_at_1(session):
     assert rows(session, Order.title, Order.version) == [(title, 1) for title in "abcd"]
 
 
+NEW: Final = {"kind": "a", "code": "x", "title": "new"}
+INSERTS: Final = {
+    "values": insert(Code).values(**NEW, version=5),
+    "column": insert(Code).values({**NEW, Code.__table__.c.row_version: 5}),
+    "tuple": insert(Code).values(("a", "x", "new", 5)),
+    "dicts": insert(Code).values([{**NEW, "version": 5}]),
+    "tuples": insert(Code).values([("a", "x", "new", 5)]),
+    "select": insert(Code).from_select([*NEW, "row_version"], select(*map(literal, NEW.values()), literal(5))),
+    "returning": select(Code).from_statement(insert(Code).values(**NEW, version=5).returning(Code)),
+    "lambda": lambda_stmt(lambda: insert(Code).values(kind="a", code="x", title="new", version=5)),
+}
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("name", INSERTS)
+def test_insert_that_gives_a_row_a_version_is_refused_because_an_older_row_may_have_had_it(session, name):
+    for execute in (session.execute, session.connection().execute):
+        with pytest.raises(NotSupported, match=r"insert\(Code\) cannot set 'version'.*: leave it out"):
+            execute(INSERTS[name])
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("rows", [{**NEW, "row_version": 5}, [{**NEW, "row_version": 5}]], ids=["one", "many"])
+def test_version_among_the_parameters_of_an_insert_that_writes_them_as_they_are_is_refused(session, rows):
+    code = insert(Code)
+    for statement in (code.execution_options(dml_strategy="raw"), select(Code).from_statement(code.returning(Code))):
+        with pytest.raises(NotSupported, match=r"insert\(Code\) cannot set 'version'"):
+            session.execute(statement, rows)
+    with pytest.raises(NotSupported, match=r"insert\(Code\) cannot set 'version'"):
+        session.connection().execute(code, rows)
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_insert_in_a_cte_that_gives_a_row_a_version_is_refused(session):
+    with pytest.raises(NotSupported, match=r"insert\(Code\) cannot set 'version'"):
+        session.execute(select(INSERTS["values"].returning(Code.code).cte()))
+
+
+INSERTS_OF_ROWS: Final = {
+    "one": lambda session, row: session.execute(insert(Order), row),
+    "many": lambda session, row: session.execute(insert(Order), [row]),
+    "upsert": lambda session, row: session.execute(sqlite.insert(Order).on_conflict_do_nothing(), [row]),
+    "returning": lambda session, row: session.scalars(insert(Order).returning(Order), [row]).all(),
+    "mappings": lambda session, row: session.bulk_insert_mappings(Order, [row]),
+    "add": lambda session, row: session.add(Order(**row)),
+}
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("form", INSERTS_OF_ROWS)
+def test_rows_that_a_session_inserts_begin_at_versions_of_their_own_whatever_they_are_given(session, form):
+    INSERTS_OF_ROWS[form](session, {"title": "a", "version": 5})
+    session.flush()
+    assert rows(session, Order.title, Order.version) == [("a", 1)]
+
+
 def upsert(session: Session, named: Any = (), **values: Any) -> Any:
     """Return an INSERT that writes these over the row of the same key, in the database's dialect."""
     values = {**dict(named), **values}

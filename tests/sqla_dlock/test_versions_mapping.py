@@ -267,7 +267,9 @@ def test_version_that_a_payload_assigns_is_expected_whatever_declares_its_column
 
 
 def test_attribute_of_the_name_version_that_is_not_the_version_is_refused(base):
-    with pytest.raises(ArgumentError, match="Doc.version is not the version .* which is 'revision'"):
+    with pytest.raises(
+        ArgumentError, match=r"Doc\.version is not the version that a flush checks, which is 'revision'"
+    ):
 
         class Doc(VersionedMixin, base):
             __tablename__ = "doc"
