@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Insert, Update
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import plain, set_values, upserted_values, without_alias, writes_in_ctes
+from sqla_dlock.statements import is_replace, plain, set_values, upserted_values, without_alias, writes_in_ctes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,11 +22,12 @@ FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
 
 
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
-    """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
+    """Raise NotSupported for a write that sets a column of the fence of a row back; a listener to "before_execute"."""
     statement = plain(statement)
     if isinstance(statement, Update):
         _refuse_update(statement, params or (many[0] if many else ()))
     elif isinstance(statement, Insert):
+        _refuse_replace(statement)
         _refuse_upsert(statement)
 
 
@@ -42,6 +43,14 @@ def _refuse_update(statement: Update, parameters: Iterable[str]) -> None:
     _refuse(own, chain(_names_of(own, statement), parameters), "UPDATE")
     for table in {without_alias(column.table) for column in set_values(statement) if hasattr(column, "table")} - {own}:
         _refuse(table, _names_of(table, statement), "UPDATE")
+
+
+def _refuse_replace(statement: Insert) -> None:
+    if FENCE_COLUMNS[0] in statement.table.c and is_replace(statement):
+        raise NotSupported(
+            f"REPLACE of {statement.table.name} would set {FENCE_COLUMNS[0]} back, and an older holder could commit: "
+            "update the row, or insert it with on_conflict_do_update()"
+        )
 
 
 def _refuse_upsert(statement: Insert) -> None:

@@ -241,6 +241,19 @@ def test_statement_in_a_cte_that_would_set_the_fence_back_is_refused_too(engine,
     assert read(engine, Stamp) == (1, *fence_of(lease))
 
 
+@levels([("sqlite", "IMMEDIATE")])
+@pytest.mark.parametrize("table", [Stamp, Stamp.__table__], ids=["class", "table"])
+def test_replace_that_would_set_the_fence_back_is_refused_before_it_is_sent(engine, store, table):
+    key = make(engine, Stamp(id=7))
+    with Session(engine) as session, lock(session, Stamp, key) as lease:
+        set_to(session, 1, Stamp)
+        session.commit()
+        with pytest.raises(NotSupported, match=r"REPLACE of stamp would set dlock_token back.*update the row"):
+            session.execute(insert(table).prefix_with("OR REPLACE").values(id=7, value=5))
+        session.rollback()
+    assert read(engine, Stamp) == (1, *fence_of(lease))
+
+
 @levels(ONCE)
 def test_upsert_that_leaves_the_fence_alone_keeps_it(engine, store):
     key = make(engine, Stamp(id=7))
