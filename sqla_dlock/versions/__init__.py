@@ -23,6 +23,7 @@ from sqla_dlock.versions.flush import has_only_our_listeners
 from sqla_dlock.versions.mapping import VersionedMixin
 from sqla_dlock.versions.writes import (
     expected_version,
+    is_touchable,
     is_touched,
     mark_flushed,
     needs_one_update,
@@ -83,7 +84,8 @@ def save_with_version(session: Session | scoped_session[Any], instance: Any, *, 
     if write := _single_update(session, instance):
         _send_single(session, state.mapper, write)
     else:
-        mark(instance)  # a changed collection counts, too
+        if is_touchable(state.mapper):
+            mark(instance)  # a changed collection counts, too
         _lock_and_check_dirty(session)
         session.flush()
 
@@ -126,7 +128,7 @@ def touch(session: Session | scoped_session[Any], instance: Any) -> None:
     """Increment the version with the next flush although nothing else changes, so that saves of older data conflict.
 
     Use it for a row on which a decision was based. It counts once per flush, together with other changes. The errors
-    are those of `save_with_version`.
+    are those of `save_with_version`, and TypeError for a version that the database counts (version_id_generator=False).
     """
     session = plain_session(session, "atouch")
     if not _versioned_state(session, instance).pending:

@@ -31,8 +31,8 @@ from sqla_dlock.versions.aggregates import roots_of_changes
 from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, find_version, require_versions, stale_row
 from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
 from sqla_dlock.versions.writes import (
+    count_touch,
     expected_version,
-    forget_touch,
     is_touched,
     mark_flushed,
     needs_one_update,
@@ -138,10 +138,8 @@ def _batches(session: Session, flush: _Flush) -> dict[Mapper[Any], list[Any]]:
 @event.listens_for(VersionedMixin, "before_update", propagate=True, raw=True)
 def _before_update(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
     _before_write(mapper, connection, state)
-    instance = state.obj()
-    version = expected_version(instance, "save")
-    if forget_touch(state):
-        setattr(instance, version_key(mapper), mapper.version_id_generator(version))  # type: ignore[misc, operator]
+    expected_version(state.obj(), "save")
+    count_touch(state)
 
 
 @event.listens_for(VersionedMixin, "before_delete", propagate=True, raw=True)

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTED",
     "RowUpdate",
+    "count_touch",
     "expected_version",
     "forget_touch",
+    "is_touchable",
     "is_touched",
     "mark_flushed",
     "needs_one_update",
@@ -202,11 +204,24 @@ def no_number(model: type, expected: Any) -> TypeError:
 
 
 def touch(instance: Any) -> None:
-    """Mark an instance whose version the next flush increments once, although nothing else changes."""
+    """Mark an instance whose version the next flush increments once, although nothing else changes.
+
+    Raises TypeError for a version that the database counts, which it does only if a column changes.
+    """
     state: Any = instance_state(instance)
+    if not is_touchable(state.mapper):
+        raise TypeError(
+            f"the database counts the version of {state.class_.__name__} (version_id_generator=False), which touch() "
+            "cannot make it do: change a column instead"
+        )
     read_version(instance)
     state.info[_TOUCHED] = True
     flag_dirty(instance)
+
+
+def is_touchable(mapper: Mapper[Any]) -> bool:
+    """Return whether the version of a class is counted by the program, and not by the database."""
+    return callable(mapper.version_id_generator)
 
 
 def is_touched(instance: Any) -> bool:
@@ -219,10 +234,25 @@ def forget_touch(state: InstanceState[Any]) -> bool:
     return bool(state.info.pop(_TOUCHED, False))
 
 
-@event.listens_for(VersionedMixin, "expire", propagate=True, raw=True)
+@event.listens_for(Mapper, "expire", raw=True)
 def _forget_touch(state: InstanceState[Any], names: Collection[str] | None) -> None:
-    if names is None:
+    if names is None and state.mapper.version_id_col is not None:
         forget_touch(state)
+
+
+@event.listens_for(Mapper, "before_update", raw=True)
+def _count_touch(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
+    """Count a touch of a class without the mixin, whose flushes have no other listener of ours before they write."""
+    if mapper.version_id_col is not None and not issubclass(mapper.class_, VersionedMixin):
+        count_touch(state)
+
+
+def count_touch(state: InstanceState[Any]) -> None:
+    """Let the UPDATE of a touched instance, which is about to be sent, increment its version."""
+    if forget_touch(state):
+        instance: Any = state.obj()
+        next_version: Any = state.mapper.version_id_generator
+        setattr(instance, version_key(state.mapper), next_version(read_version(instance)))
 
 
 def needs_one_update(session: Session, mapper: Mapper[Any]) -> bool:
@@ -238,7 +268,7 @@ def needs_one_update(session: Session, mapper: Mapper[Any]) -> bool:
         and all(len(each) == 1 and each[0].table is mapper.local_table for each in columns)
         and mapper.batch
         and mapper.eager_defaults is not True
-        and len(list(events.before_update)) == 1  # only ours
+        and len(list(events.before_update)) == 2  # only ours
         and len(list(events.after_update)) == 1
         and not list(mapper.class_manager.dispatch.refresh_flush)
         and session.connection_callable is None  # sharding

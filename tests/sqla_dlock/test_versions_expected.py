@@ -8,6 +8,7 @@ from sqlalchemy import Engine, delete, event, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, defer, load_only
 from sqlalchemy.orm.attributes import flag_modified
+from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.preconditions import etag_of
 from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
@@ -290,6 +291,35 @@ def test_version_that_is_read_late_is_no_check_without_the_mixin_either(session,
     numbered.title = "mine again"
     save_with_version(session, numbered)
     assert (numbered.title, numbered.version) == ("mine again", 4)
+
+
+@WRITES
+def test_touch_counts_up_without_the_mixin_too(session, write):
+    session.add(numbered := Numbered(title="old"))
+    session.commit()
+    for _ in range(2):
+        touch(session, numbered)
+        write(session, numbered)
+    session.commit()
+    touch(session, numbered)
+    session.rollback()
+    session.refresh(numbered)
+    write(session, numbered)
+    assert session.scalars(select(Numbered.version)).one() == numbered.version == 3
+    touch(session, numbered)
+    session.commit()
+    elsewhere(session, "UPDATE numbered SET version = 7")
+    touch(session, numbered)
+    with pytest.raises(StaleDataError):
+        write(session, numbered)
+
+
+def test_touch_of_a_version_that_the_database_counts_is_refused(session):
+    session.add(counted := Counted(title="old"))
+    session.commit()
+    with pytest.raises(TypeError, match=r"the database counts the version of Counted.*change a column"):
+        touch(session, counted)
+    save_with_version(session, counted)
 
 
 @WRITES

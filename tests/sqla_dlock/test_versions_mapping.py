@@ -20,7 +20,16 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, declared_attr, mapped_column, synonym
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    column_property,
+    declared_attr,
+    mapped_column,
+    relationship,
+    synonym,
+)
 
 from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version, touch
 
@@ -333,6 +342,25 @@ def test_save_with_version_refreshes_a_property_that_the_database_computes(base,
     doc.title = "new"
     save_with_version(session, doc)
     assert doc.heading == "NEW"
+
+
+def test_save_counts_for_a_changed_collection_of_a_class_without_the_mixin_too(base, engine):
+    class Page(base):
+        __tablename__ = "page"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        doc_id: Mapped[int | None] = mapped_column(ForeignKey("doc.id"))
+
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        pages: Mapped[list[Page]] = relationship()
+        version: Mapped[int] = mapped_column()
+        __mapper_args__: ClassVar[Any] = {"version_id_col": version}
+
+    session = stored(base, engine, doc := Doc(id=1))
+    doc.pages.append(Page(id=1))
+    save_with_version(session, doc)
+    assert session.scalars(select(Doc.version)).one() == doc.version == 2
 
 
 def test_joined_subclass_of_an_unversioned_class_is_checked(base, engine):
