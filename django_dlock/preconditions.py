@@ -21,6 +21,7 @@ from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
 from dlock_core.errors import DLockError, NoSuchKey
+from dlock_core.late import runs_async
 from dlock_core.web.decorators import Argument, finder
 from dlock_core.web.preconditions import READ_METHODS, UNCONDITIONAL_METHODS, entity_tag, evaluate
 
@@ -112,8 +113,10 @@ class _ConditionalView:
     using: str | None
 
     def decorate(self, view: F) -> F:
-        if iscoroutinefunction(view) or getattr(view, "view_is_async", False):
-            raise TypeError(f"@conditional: {view.__name__} is async: use check_preconditions() in it")
+        if runs_async(view, iscoroutinefunction) or getattr(view, "view_is_async", False):
+            raise TypeError(
+                f"@conditional: {getattr(view, '__name__', repr(view))} is async: use check_preconditions() in it"
+            )
         if not isinstance(view, type):
             return cast("F", self._wrap(view))
         view.dispatch = self._wrap(view.dispatch)  # type: ignore[attr-defined]

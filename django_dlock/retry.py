@@ -13,6 +13,7 @@ from django.db.transaction import TransactionManagementError
 from django_dlock.connections import for_each_connection, in_transaction, initialized, open_transaction
 from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
+from dlock_core.late import runs_async
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -86,7 +87,7 @@ def retry_on_conflict(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         check_function(function)
-        is_async = iscoroutinefunction(function)
+        is_async = runs_async(function, iscoroutinefunction)
         attempt = _attempt_of_coroutine if is_async else _attempt_in_new_transaction
         return with_retry(function, policy, partial(attempt, function, aliases), is_async=is_async)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asgiref.sync import iscoroutinefunction
 from django.dispatch import Signal
 
+from dlock_core.late import runs_async
 from dlock_core.observability import hooks
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class EventSignal(Signal):
 
     def connect(self, receiver: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Connect as Django does; raises TypeError for a coroutine function, which blocking code could not await."""
-        if iscoroutinefunction(receiver):
+        if runs_async(receiver, iscoroutinefunction):
             raise TypeError(
                 f"{receiver!r} is async, but lock signals are also sent from blocking code: connect a plain function"
             )

@@ -24,6 +24,7 @@ from django_dlock.errors import as_database_error
 from django_dlock.locks import Lock, refuse_in_loop
 from django_dlock.names import kind_of
 from dlock_core.errors import DLockError
+from dlock_core.late import runs_async
 from dlock_core.runtime import BLOCKING
 from dlock_core.transactions.tied_lease import reraise
 from dlock_core.web.decorators import (
@@ -161,7 +162,7 @@ def _locked_function(
 
     exempt = getattr(function, "_non_atomic_requests", ())
     non_atomic = _NonAtomic(set.copy(exempt) if isinstance(exempt, set) else exempt)
-    opens_no_transaction = is_async or iscoroutinefunction(function)
+    opens_no_transaction = is_async or runs_async(function, iscoroutinefunction)
     made: Any = async_wrapper if opens_no_transaction else wrapper
     made._non_atomic_requests = non_atomic  # noqa: SLF001 - where Django reads it
     setattr(made, _IS_OUTER, not opens_no_transaction)

@@ -8,9 +8,12 @@ import itertools as it
 from dataclasses import dataclass
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["LateWork", "kind_of_late", "runs_later"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LateWork", "kind_of_late", "runs_async", "runs_later"]
 
 _ENQUEUES: Final = ("apply_async", "call_local", "send_with_options", "enqueue", "delay", "defer", "kiq")
 """Methods of tasks: of Celery, huey, dramatiq, Django, Prefect, procrastinate and taskiq, in this order."""
@@ -74,9 +77,15 @@ class LateWork:
 
 def runs_later(function: Any) -> bool:
     """Return whether a call of the function certainly runs nothing: it makes a coroutine or a generator."""
-    function = _bare(function)
-    called = (function, getattr(type(function), "__call__", None))  # noqa: B004 - of an object, whether it is async
-    return any(is_late(each) for is_late in _LATE_FUNCTIONS for each in called)
+    return any(is_late(each) for is_late in _LATE_FUNCTIONS for each in _called(function))
+
+
+def runs_async(function: Any, is_marked: Callable[[Any], bool] = inspect.iscoroutinefunction) -> bool:
+    """Return whether a call of the function, or of an object with a `__call__`, makes a coroutine.
+
+    `is_marked`: the framework's own test of a function, if the framework marks them.
+    """
+    return any(map(is_marked, (function, *_called(function))))
 
 
 def kind_of_late(answer: Any) -> str:
@@ -96,6 +105,12 @@ def _bare(function: Any) -> Any:
     while isinstance(function, partial | staticmethod):
         function = function.func if isinstance(function, partial) else function.__func__
     return function
+
+
+def _called(function: Any) -> tuple[Any, Any]:
+    """Return what a call may run: the function itself, and the `__call__` of an object."""
+    function = _bare(function)
+    return function, getattr(type(function), "__call__", None)  # noqa: B004 - it is asked whether it is async
 
 
 def _may_exhaust(link: Any) -> bool:

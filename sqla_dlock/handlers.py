@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_origin
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.util import ThreadLocalRegistry
 
+from dlock_core.late import runs_async
 from dlock_core.runtime import ASYNCIO, BLOCKING
 from dlock_core.web.decorators import (
     LATE_WORK,
@@ -111,7 +112,7 @@ class Locked:
             async with name(functools.partial(self._alock, session_of(args, kwargs)), args, kwargs):
                 return LATE_WORK.refuse_answer(function, await function(*args, **kwargs), "await it in the function")
 
-        return cast("F", async_wrapper if inspect.iscoroutinefunction(function) else wrapper)
+        return cast("F", async_wrapper if runs_async(function) else wrapper)
 
     def dependency(self, session: Any, **types: Any) -> Callable[..., AsyncIterator[Any]]:
         """Return a dependency of FastAPI that yields the lease.

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
+from dlock_core.late import runs_async
 from dlock_core.transactions.retry import (
     ATTEMPTS,
     WITHIN_S,
@@ -94,7 +95,7 @@ def retry_on_conflict(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         check_function(function)
         position, signature = _without_session(function)
-        is_async = inspect.iscoroutinefunction(function)
+        is_async = runs_async(function)
         attempt = _attempt_of_coroutine if is_async else _attempt_of_function
         once = partial(attempt, function, position, session_factory)
         wrapped = with_retry(function, policy, once, is_async=is_async)
@@ -175,7 +176,7 @@ def _refuse_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _refuse_no_factory(factory: Any) -> None:
     is_session = isinstance(factory, Session) or hasattr(factory, "sync_session")
-    if is_session or not callable(factory) or inspect.iscoroutinefunction(factory):
+    if is_session or not callable(factory) or runs_async(factory):
         raise TypeError(f"retry_on_conflict() needs a factory of a new session for every run, not {factory!r:.80}")
     try:
         with suppress(ValueError):  # functions written in C have no signature

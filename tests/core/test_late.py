@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlock_core.late import LateWork
+from dlock_core.late import LateWork, runs_async
 
 LOCKED = LateWork("@locked", "the call", "write `with lock(...)` inside it")
 
@@ -171,6 +171,20 @@ def test_callables_of_every_other_kind_are_functions():
     ships = (ship, Shop().ship, Shop(), functools.partial(ship, 1), functools.lru_cache(ship), staticmethod(ship))
     for function in ships:
         LOCKED.refuse_function(function)
+
+
+def test_object_whose_call_is_async_is_async_as_functions_are():
+    class Ship:
+        async def __call__(self, order_id):
+            pass
+
+        async def ship(self, order_id):
+            pass
+
+    for function in (Ship(), Ship().ship, functools.partial(Ship(), 1), functools.partial(Ship().ship, 1)):
+        assert runs_async(function)
+    for function in (ship, Task("enqueue"), Ship):
+        assert not runs_async(function)
 
 
 def test_class_of_which_only_the_constructor_would_be_covered_is_refused():

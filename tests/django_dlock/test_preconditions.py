@@ -302,8 +302,14 @@ def test_what_has_no_version_to_check_is_refused(use_database):
     Article.objects.create()
     with pytest.raises(ValueError, match="was deferred"):
         etag_of(Article.objects.only("title").get())
-    with pytest.raises(TypeError, match="use check_preconditions"):
-        conditional(Article)(arename)
+
+    class Rename:
+        async def __call__(self, request, pk):
+            raise AssertionError("it is refused")
+
+    for view in (arename, Rename()):
+        with pytest.raises(TypeError, match="use check_preconditions"):
+            conditional(Article)(view)
     with pytest.raises(TypeError, match="no argument 'article_id'"):
         conditional(Article, "article_id")(rename)
 

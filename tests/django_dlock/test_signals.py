@@ -116,8 +116,13 @@ def test_async_receiver_is_refused():
     async def receive(sender, **named):
         pass
 
-    with pytest.raises(TypeError, match="is async"):
-        signals.lock_acquired.connect(receive)
+    class Receiver:
+        async def __call__(self, sender, **named):
+            pass
+
+    for each in (receive, Receiver()):
+        with pytest.raises(TypeError, match="is async"):
+            signals.lock_acquired.connect(each)
 
 
 def test_every_event_has_its_signal():

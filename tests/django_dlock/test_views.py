@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial, wraps
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.handlers.wsgi import WSGIHandler
 from django.db import connections, transaction
 from django.http import HttpResponse, StreamingHttpResponse
@@ -901,6 +901,15 @@ def test_decorator_above_a_task_that_is_an_object_is_refused(decorate):
 
     with pytest.raises(TypeError, match="below the decorator that makes a function a task"):
         decorate(Task())
+
+
+@pytest.mark.parametrize("decorate", [locked("order", "order_id"), retry_on_conflict])
+def test_object_whose_call_is_async_is_decorated_like_an_async_function(decorate):
+    class Ship:
+        async def __call__(self, order_id):
+            pass
+
+    assert iscoroutinefunction(decorate(Ship()))
 
 
 @pytest.mark.parametrize("decorate", [locked("order", "order_id"), retry_on_conflict])

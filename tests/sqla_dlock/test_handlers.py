@@ -654,6 +654,17 @@ def test_decorator_above_a_task_that_is_an_object_is_refused(decorate):
         decorate(Task())
 
 
+async def test_object_whose_call_is_async_is_decorated_like_an_async_function(async_maker):
+    class Ship:
+        async def __call__(self, db: AsyncSession, order_id: int) -> int:
+            await db.execute(select(Counter))
+            return order_id
+
+    async with async_maker.begin() as db:
+        assert await locked("order", "order_id")(Ship())(db, 42) == 42
+    assert await retry_on_conflict(async_maker)(Ship())(order_id=42) == 42
+
+
 # A request that is cancelled
 
 
