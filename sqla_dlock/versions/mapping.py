@@ -92,6 +92,11 @@ def _add_version(cls: Any) -> None:
     if named is not None and named is not vars(cls).get("version"):
         return
     if vars(cls).get("version") is None:
+        if "__table__" in vars(cls):
+            raise ArgumentError(
+                f"{cls.__name__} has a __table__, to which no column can be added: name its version, "
+                '__mapper_args__ = {"version_id_col": __table__.c.version}'
+            )
         # The server has a default as well: without it, other software could not insert rows.
         cls.version = mapped_column(
             BigInteger, nullable=False, insert_default=_first_version, server_default=_FirstVersion()
@@ -126,6 +131,15 @@ class _FirstVersion(FunctionElement[int]):
 def _in_sql(element: _FirstVersion, compiler: SQLCompiler, **_: Any) -> str:
     name = compiler.dialect.name
     return f"({FIRST_VERSION_SQL.get('mysql' if name == 'mariadb' else name, '1')})"
+
+
+@event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
+def _refuse_text(mapper: Mapper[Any], cls: type) -> None:
+    version = version_column(mapper)
+    if isinstance(version, str):
+        raise ArgumentError(
+            f"version_id_col of {cls.__name__} is a column, not the text {version!r}: give the column itself"
+        )
 
 
 @event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)

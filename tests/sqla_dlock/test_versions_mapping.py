@@ -288,6 +288,24 @@ def test_attribute_of_the_name_version_that_is_not_the_version_is_refused(base):
             __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
 
 
+def test_table_of_a_class_has_to_name_its_version(base):
+    with pytest.raises(ArgumentError, match=r'Doc has a __table__.*"version_id_col": __table__\.c\.version'):
+
+        class Doc(VersionedMixin, base):
+            __table__ = revised_table(base)
+
+
+@pytest.mark.parametrize("name", ["revision", "nothing"])
+def test_version_that_is_named_by_a_text_is_refused(base, name):
+    with pytest.raises(ArgumentError, match=f"version_id_col of Doc is a column, not the text '{name}'"):
+
+        class Doc(VersionedMixin, base):
+            __tablename__ = "doc"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            revision: Mapped[int] = mapped_column(BigInteger)
+            __mapper_args__: ClassVar[Any] = {"version_id_col": name}
+
+
 def test_synonym_of_the_program_s_own_is_kept(base):
     class Doc(VersionedMixin, base):
         __tablename__ = "doc"
