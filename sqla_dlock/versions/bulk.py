@@ -393,7 +393,7 @@ def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
     if not execution.is_from_statement and _option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
         return []
     rows: Any = execution.parameters or []
-    return rows if isinstance(rows, list) else [rows]
+    return [rows] if isinstance(rows, dict) else rows
 
 
 def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> None:

@@ -1030,6 +1030,7 @@ def test_insert_statements_start_at_1(session):
 
 
 NEW: Final = {"kind": "a", "code": "x", "title": "new"}
+GIVEN: Final = {**NEW, "row_version": 5}
 INSERTS: Final = {
     "values": insert(Code).values(**NEW, version=5),
     "column": insert(Code).values({**NEW, Code.__table__.c.row_version: 5}),
@@ -1051,7 +1052,7 @@ def test_insert_that_gives_a_row_a_version_is_refused_because_an_older_row_may_h
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("rows", [{**NEW, "row_version": 5}, [{**NEW, "row_version": 5}]], ids=["one", "many"])
+@pytest.mark.parametrize("rows", [GIVEN, [GIVEN], (GIVEN,)], ids=["one", "many", "tuple"])
 def test_version_among_the_parameters_of_an_insert_that_writes_them_as_they_are_is_refused(session, rows):
     code = insert(Code)
     for statement in (code.execution_options(dml_strategy="raw"), select(Code).from_statement(code.returning(Code))):
