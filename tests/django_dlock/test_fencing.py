@@ -68,8 +68,13 @@ class Adder(Party):
     """Adds one to the counter by reading it and writing it, under a lock, step by step in its own thread."""
 
     def __init__(self, alias, *parts, **options):
-        self.alias = alias
+        self.alias, self.lease = alias, None
         self.lock = lock(*(parts or ("order", 42)), using=alias, **options)
+
+    def __exit__(self, *error):
+        if self.lease is not None:
+            self.release()
+        super().__exit__(*error)
 
     def take(self):
         self.lease = self.now(self.lock.acquire)
