@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numbers import Number
 from operator import add
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BinaryExpression,
@@ -20,7 +20,6 @@ from sqlalchemy import (
     Numeric,
     Update,
     event,
-    false,
     type_coerce,
 )
 from sqlalchemy.exc import InvalidRequestError
@@ -28,7 +27,6 @@ from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.util import immutabledict
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import (
     inserted_columns,
     is_on_class,
@@ -43,10 +41,10 @@ from sqla_dlock.statements import (
     writes_in_ctes,
     written_mapper,
 )
-from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.aggregates import refuse_child_writes
-from sqla_dlock.versions.conflicts import lock_versions, require_versions
+from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
+from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
@@ -57,9 +55,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_MATCHES: Final = "dlock_matches"
-"""The execution option, a session, of an UPDATE and of the SELECT by which SQLAlchemy finds the rows it matches."""
-
 
 @event.listens_for(Session, "do_orm_execute")
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
@@ -69,8 +64,8 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
         # Of the statement: an UPDATE by primary key does not receive the options of its execution.
         execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
         return _count_or_refuse(execution)
-    if _MATCHES in execution.local_execution_options:
-        return _lock_matches(execution)
+    if MATCHES in execution.local_execution_options:
+        return lock_matches(execution)
     return None
 
 
@@ -84,7 +79,7 @@ def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_insert:
         _refuse_insert(plain(statement), mapper, _raw_rows(execution))
     elif isinstance(execution.parameters, list):
-        is_by_condition = execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only"
+        is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
         if is_on_class(statement) and not is_by_condition:
             return _update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
@@ -93,7 +88,7 @@ def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
         given = execution.parameters or {}
         _refuse_version_parameter(given if isinstance(given, tuple) else [given], mapper)
         execution.statement = _with_count(statement, mapper)
-        _synchronize(execution, mapper)
+        synchronize(execution, mapper)
     return None
 
 
@@ -178,70 +173,6 @@ def _refuse_blind_comparison(statement: Any, mapper: Mapper[Any] | None) -> None
 
 def _is_versioned(mapper: Mapper[Any]) -> bool:
     return issubclass(mapper.class_, VersionedMixin)
-
-
-def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
-    """Let SQLAlchemy increment the versions in memory of those instances whose rows the database has matched.
-
-    By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not, and
-    would get the version that another user's write has given to the row.
-    """
-    if is_on_class(execution.statement) and _option(execution, "synchronize_session", "auto"):
-        session = execution.session
-        # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
-        is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
-        # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
-        is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
-        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: session})
-
-
-def _may_write_fewer(statement: Any) -> bool:
-    """Return whether an UPDATE may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
-
-    To lock all that match would be too much: all instances stay as they are, and stale.
-    """
-    update = plain(statement)
-    is_extended = getattr(update, "_post_criteria_clause", None) is not None  # since SQLAlchemy 2.1
-    return is_extended or bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
-
-
-def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
-    """Lock the rows that an UPDATE without RETURNING will match: until then another transaction could change them.
-
-    In AUTOCOMMIT no lock would last until then, and in a sharded session nothing tells what a row was: no row counts as
-    matched there, and all instances stay as they are.
-    """
-    session: Session = execution.session
-    statement: Any = execution.statement
-    mapper: Mapper[Any] = execution.bind_arguments["mapper"]
-    table: Any = mapper.local_table
-    if session.get_bind(**execution.bind_arguments).dialect.update_returning and table.implicit_returning:
-        return None  # SQLAlchemy sends no SELECT
-    if session.connection_callable is not None:  # sharding
-        execution.statement = statement.where(false())
-        return None
-    connection = connection_for_writing(session, mapper)  # The session itself might send a SELECT to a replica.
-    # Each key, followed by its version, in the place of the identity token.
-    statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
-    locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
-    return connection.execute(locking, execution.parameters)
-
-
-@event.listens_for(Engine, "after_execute")
-def _keep_written(*execution: Any) -> None:
-    """Of the rows that were locked for an UPDATE, let SQLAlchemy synchronize those whose version it has changed.
-
-    The SELECT may have found others than the UPDATE wrote, by `func.rand()` for instance, or because a subquery reads
-    a snapshot in a SELECT only.
-    """
-    connection, statement, _, _, options, _ = execution
-    if _MATCHES in options and isinstance(statement, Update):
-        update = options["_sa_orm_update_options"]
-        mapper, identities = update._subject_mapper, options[_MATCHES].identity_map  # noqa: SLF001
-        matched = update._matched_rows or []  # noqa: SLF001
-        loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
-        same = lock_versions(connection, mapper, loaded, "save")
-        matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
 
 
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
@@ -333,11 +264,6 @@ def _is_increment(value: Any, version: Any) -> bool:
     return version in set(sides) and any(isinstance(number, int) and number > 0 for number in numbers)
 
 
-def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
-    options = {**execution.statement.get_execution_options(), **execution.execution_options}
-    return options.get(name, default)
-
-
 def _refuse_version_parameter(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
     """Refuse a version among the parameters of an UPDATE of many rows: it would be dropped, and not be checked."""
     if _names_version(rows, mapper):
@@ -380,7 +306,7 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
     for *key, version in expected:
         note_overtaken(session, mapper, tuple(key), version)
     result = execution.invoke_statement()
-    for *key, version in expected if _option(execution, "synchronize_session", "auto") else ():
+    for *key, version in expected if option(execution, "synchronize_session", "auto") else ():
         note_written(session, mapper, tuple(key), version)
     return result
 
@@ -390,7 +316,7 @@ def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
 
     From others SQLAlchemy drops the version, as it does for an instance that is added.
     """
-    if not execution.is_from_statement and _option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
+    if not execution.is_from_statement and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
         return []
     rows: Any = execution.parameters or []
     return [rows] if isinstance(rows, dict) else rows

@@ -1,0 +1,91 @@
+"""Which instances an UPDATE of many rows has written: those whose versions SQLAlchemy then increments in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Engine, Update, event, false
+
+from sqla_dlock.connections import is_autocommit
+from sqla_dlock.statements import is_on_class, plain
+from sqla_dlock.stores import connection_for_writing
+from sqla_dlock.versions.conflicts import lock_versions
+from sqla_dlock.versions.mapping import version_column
+
+if TYPE_CHECKING:
+    from sqlalchemy import Result
+    from sqlalchemy.orm import Mapper, ORMExecuteState, Session
+
+__all__ = ["MATCHES", "lock_matches", "option", "synchronize"]
+
+MATCHES: Final = "dlock_matches"
+"""The execution option, a session, of an UPDATE and of the SELECT by which SQLAlchemy finds the rows it matches."""
+
+
+def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
+    """Let SQLAlchemy increment the versions in memory of those instances whose rows the database has matched.
+
+    By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not, and
+    would get the version that another user's write has given to the row.
+    """
+    if is_on_class(execution.statement) and option(execution, "synchronize_session", "auto"):
+        session = execution.session
+        # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
+        is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
+        # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
+        is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
+        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: session})
+
+
+def _may_write_fewer(statement: Any) -> bool:
+    """Return whether an UPDATE may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
+
+    To lock all that match would be too much: all instances stay as they are, and stale.
+    """
+    update = plain(statement)
+    is_extended = getattr(update, "_post_criteria_clause", None) is not None  # since SQLAlchemy 2.1
+    return is_extended or bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
+
+
+def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
+    """Lock the rows that an UPDATE without RETURNING will match: until then another transaction could change them.
+
+    In AUTOCOMMIT no lock would last until then, and in a sharded session nothing tells what a row was: no row counts as
+    matched there, and all instances stay as they are.
+    """
+    session: Session = execution.session
+    statement: Any = execution.statement
+    mapper: Mapper[Any] = execution.bind_arguments["mapper"]
+    table: Any = mapper.local_table
+    if session.get_bind(**execution.bind_arguments).dialect.update_returning and table.implicit_returning:
+        return None  # SQLAlchemy sends no SELECT
+    if session.connection_callable is not None:  # sharding
+        execution.statement = statement.where(false())
+        return None
+    connection = connection_for_writing(session, mapper)  # The session itself might send a SELECT to a replica.
+    # Each key, followed by its version, in the place of the identity token.
+    statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
+    locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
+    return connection.execute(locking, execution.parameters)
+
+
+@event.listens_for(Engine, "after_execute")
+def _keep_written(*execution: Any) -> None:
+    """Of the rows that were locked for an UPDATE, let SQLAlchemy synchronize those whose version it has changed.
+
+    The SELECT may have found others than the UPDATE wrote, by `func.rand()` for instance, or because a subquery reads
+    a snapshot in a SELECT only.
+    """
+    connection, statement, _, _, options, _ = execution
+    if MATCHES in options and isinstance(statement, Update):
+        update = options["_sa_orm_update_options"]
+        mapper, identities = update._subject_mapper, options[MATCHES].identity_map  # noqa: SLF001
+        matched = update._matched_rows or []  # noqa: SLF001
+        loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
+        same = lock_versions(connection, mapper, loaded, "save")
+        matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
+
+
+def option(execution: ORMExecuteState, name: str, default: str) -> Any:
+    options = {**execution.statement.get_execution_options(), **execution.execution_options}
+    return options.get(name, default)
