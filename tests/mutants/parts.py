@@ -133,6 +133,7 @@ PARTS: Final = {
         (
             "dlock_core/sql/versions.py",
             "django_dlock/versions.py",
+            "django_dlock/comparisons.py",
             "django_dlock/refresh.py",
             "django_dlock/historical.py",
             "sqla_dlock/statements.py",
