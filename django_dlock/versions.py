@@ -35,6 +35,10 @@ READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 _FORCED: Final = "_dlock_forced"
 """Attribute of an instance during a save with force_update, which Django does not pass to the tables of its parents."""
+_COPIED: Final = "_dlock_copied"
+"""Attribute of an instance while it is copied into another database: the version that it has in its own.
+
+Django 6.1 gives it that of the copy before `_do_insert` is called."""
 
 
 class _NextVersion:
@@ -199,14 +203,19 @@ class VersionedMixin(models.Model):
 
     def save_base(self, *args: Any, **options: Any) -> None:
         """Save as Django does, but with force_update insert a row in none of the tables of a model."""
-        if not options.get("force_update"):
-            super().save_base(*args, **options)
-            return
-        vars(self)[_FORCED] = True
+        state, marks = self._state, dict[str, Any]()
+        if options.get("force_update"):
+            marks[_FORCED] = True
+        if not state.adding and options.get("using") not in (None, state.db):
+            marks[_COPIED] = {
+                each: vars(self).get(each, ABSENT) for each in (self._dlock_version.attname, READ_VERSION)
+            }
+        vars(self).update(marks)
         try:
             super().save_base(*args, **options)
         finally:
-            vars(self).pop(_FORCED, None)
+            for mark in marks:
+                vars(self).pop(mark, None)
 
     def save_with_version(self, *, expected: int | None = None, **options: Any) -> None:
         """Save, or raise StaleObject if the row was changed or deleted since this instance was read.
@@ -334,23 +343,23 @@ class VersionedMixin(models.Model):
 
     def _do_insert(self, manager: Any, using: str, *args: Any, **named: Any) -> Any:
         """Insert as Django does; a rollback restores the version and `_state`, so that saving again works."""
-        name, state = self._dlock_version.attname, self._state
-        before = {each: vars(self).get(each, ABSENT) for each in (name, READ_VERSION)}
-        is_copy = not state.adding and state.db != using
+        name, state, values = self._dlock_version.attname, self._state, vars(self)
+        copied = values.get(_COPIED)
+        before = {name: values.get(name)} if copied is None else copied
         try:
             inserted = super()._do_insert(  # type: ignore[misc]
                 manager, using, *args, **named
             )
         except BaseException:
-            vars(self).pop(name, None)
-            vars(self).update({each: value for each, value in before.items() if value is not ABSENT})
+            values.pop(name, None)
+            values.update({each: value for each, value in before.items() if value is not ABSENT})
             raise
-        if is_copy:
-            restore_on_rollback(state, {"adding": False, "db": state.db}, using=using)
-            restore_on_rollback(self, before, using=using)
-        else:
+        if copied is None:
             restore_on_rollback(state, {"adding": True}, using=using)
-        vars(self).pop(READ_VERSION, None)
+        else:
+            restore_on_rollback(state, {"adding": False, "db": state.db}, using=using)
+            restore_on_rollback(self, copied, using=using)
+        values.pop(READ_VERSION, None)
         return inserted
 
     def _version_rows(self, using: str) -> Any:

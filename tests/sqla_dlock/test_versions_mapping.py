@@ -1,5 +1,6 @@
 """The promises of VersionedMixin when a class is mapped: what could not be guarded is refused, the rest is left as it is."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -45,8 +46,10 @@ def base() -> Any:
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return create_engine("sqlite://")
+def engine() -> Iterator[Engine]:
+    engine = create_engine("sqlite://")
+    yield engine
+    engine.dispose()
 
 
 def stored(base: Any, engine: Engine, instance: Any) -> Session:

@@ -123,7 +123,7 @@ class Document(VersionedMixin, Base):
 class Note(VersionedMixin, Base):
     """Its version is a text, which the class makes."""
 
-    __tablename__ = "note"
+    __tablename__ = "text_versioned_note"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     title: Mapped[str] = mapped_column(String(80), default="")
