@@ -140,7 +140,8 @@ class PreconditionMixin(_View):
         self._require_any_check(request, response)
         if response.status_code == 201 and self._dlock_object is None:
             # With many=True it is a list.
-            instance = getattr(getattr(response.data, "serializer", None), "instance", None)
+            serializer = getattr(getattr(response, "data", None), "serializer", None)
+            instance = getattr(serializer, "instance", None)
             self._dlock_object = instance if isinstance(instance, Model) else None
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
         if self._dlock_object is not None and shows_it:

@@ -127,14 +127,23 @@ def _tables(statement: Any) -> Sequence[Any]:
     return [statement.table, *(mapper.tables if mapper else ())]
 
 
-def places(clause: Any, column: Any, *, is_nested: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield each table or alias whose column a clause names, and whether it is named in a subquery."""
+def places(
+    clause: Any, column: Any, *, is_nested: bool = False, seen: dict[tuple[int, bool], Any] | None = None
+) -> Iterator[tuple[Any, bool]]:
+    """Yield each table or alias whose column a clause names, and whether it is named in a subquery.
+
+    `seen`: what was looked into before: each column of a subquery leads to the whole of it once more.
+    """
+    seen = {} if seen is None else seen
+    if (id(clause), is_nested) in seen:
+        return
+    seen[id(clause), is_nested] = clause  # Kept, so that no other clause gets its id.
     table = getattr(clause, "table", None)
     if table is not None and without_alias(table) == column.table and clause.key == column.key:
         yield table, is_nested
     is_nested = is_nested or isinstance(clause, SelectBase)
     for child in (*clause.get_children(), *([] if table is None else [without_alias(table)])):
-        yield from places(child, column, is_nested=is_nested)
+        yield from places(child, column, is_nested=is_nested, seen=seen)
 
 
 def without_alias(table: Any) -> Any:

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
-from sqlalchemy.util import immutabledict
+from sqlalchemy.util import LRUCache, immutabledict
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import (
@@ -103,8 +103,10 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
     """Refuse a statement on a class that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
-    is_counted = COUNTED in options or "compiled_cache" in options  # A flush has a cache for each class.
-    if isinstance(statement, Update | Insert | Delete) and not is_counted:
+    if not isinstance(statement, Update | Insert | Delete) or COUNTED in options:
+        return
+    # A flush writes tables, and has a cache for each class. A program may set that option, too: to None or a dict.
+    if is_on_class(statement) or not isinstance(options.get("compiled_cache"), LRUCache):
         _refuse_uncounted(statement, "on a Connection", [*many, params])
 
 

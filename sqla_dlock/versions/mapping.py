@@ -190,9 +190,11 @@ def _name_version(mapper: Mapper[Any], cls: type) -> None:
     name = version_key(mapper)
     if name == "version":
         return
-    if not mapper.has_property("version"):
+    own = _static_attribute(cls, "version")
+    is_constant = own is not None and not hasattr(own, "__get__")
+    if not mapper.has_property("version") and not is_constant:
         mapper.add_property("version", synonym(name))
-    elif isinstance(mapper.get_property("version"), ColumnProperty):
+    elif is_constant or isinstance(mapper.get_property("version"), ColumnProperty):
         raise ArgumentError(
             f"{cls.__name__}.version is not the version that a flush checks, which is {name!r}: give that attribute "
             "another name, as an assigned version would not be compared"

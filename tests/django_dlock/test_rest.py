@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import rest_framework
 from django.db import connections, transaction
+from django.http import JsonResponse
 from django.test import override_settings
 from django.urls import include, path
 from rest_framework import generics, routers, serializers, viewsets
@@ -411,6 +412,17 @@ def test_action_of_your_own_that_changes_an_object_and_never_checked_one_fails_l
 @pytest.mark.parametrize("options", [{}, {"detail": False}])
 def test_action_of_your_own_on_all_objects_needs_no_tag(article, options):
     assert Routed.as_view({"put": "all"}, **options)(APIRequestFactory().put("/")).status_code == 200
+
+
+def test_answer_of_django_s_own_that_something_was_made_is_left_as_it_is(article):
+    class Making(PreconditionMixin, viewsets.ModelViewSet):
+        queryset = Article.objects.all()
+
+        def create(self, request):
+            return JsonResponse({"made": True}, status=201)
+
+    response = Making.as_view({"post": "create"})(APIRequestFactory().post("/"))
+    assert (response.status_code, response.content) == (201, b'{"made": true}')
 
 
 @pytest.mark.parametrize("status", [200, 204, 303])

@@ -76,7 +76,7 @@ def _do_something(seconds: float) -> None:
 
 
 def read(path: Path) -> list[Section]:
-    lines = path.read_text().splitlines()
+    lines = path.read_text().rpartition("\n")[0].splitlines()  # The last line may just be being written.
     return sorted((Section(**json.loads(line)) for line in lines), key=lambda section: section.token)
 
 

@@ -36,6 +36,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, declarativ
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
+from sqla_dlock.statements import places
 from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
@@ -896,6 +897,24 @@ def test_update_of_the_parents_table_that_names_a_joined_subclass_counts_the_ver
             session.connection().execute(renamed.values({table.c.name: "new"}))
         session.connection().execute(renamed.values({table.c.name: "new", table.c.version: table.c.version + 1}))
     assert rows(session, Shop.owner, Shop.name, Shop.version) == [("a", "new", 2), ("b", "", 1)]
+
+
+@pytest.mark.parametrize("cache", [None, {}], ids=["none", "own"])
+def test_cache_of_statements_that_the_program_sets_switches_no_check_off(session, orders, cache):
+    connection = session.connection(execution_options={"compiled_cache": cache})
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        connection.execute(update(Order).values(reads=5))
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        connection.execute(update(Order.__table__).where(Order.reads == 0).values(reads=5))
+
+
+def test_condition_of_many_layers_is_looked_into_once():
+    columns = [each.key for each in Order.__table__.c]
+    rows = select(*Order.__table__.c).where(Order.version == 7).cte()
+    for _ in range(6):
+        rows = select(*[rows.c[key] for key in columns]).where(rows.c.reads == 0).cte()
+    found = list(places(Order.id.in_(select(rows.c.id)), Order.__table__.c.version))
+    assert 0 < len(found) < 10
 
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)

@@ -298,6 +298,17 @@ def test_table_of_a_class_has_to_name_its_version(base):
             __table__ = revised_table(base)
 
 
+def test_constant_of_the_name_version_that_is_not_the_version_is_refused(base):
+    with pytest.raises(ArgumentError, match="give that attribute another name"):
+
+        class Doc(VersionedMixin, base):
+            __tablename__ = "doc"
+            version = "1.0"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            revision: Mapped[int] = mapped_column()
+            __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
+
+
 @pytest.mark.parametrize("name", ["revision", "nothing"])
 def test_version_that_is_named_by_a_text_is_refused(base, name):
     with pytest.raises(ArgumentError, match=f"version_id_col of Doc is a column, not the text '{name}'"):
