@@ -250,7 +250,7 @@ class TiedDatabases:
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].held.ended is None))
 
     def note_collected(self) -> None:
-        """Remove a lease that nobody has released from this context: work that begins later is none of its work."""
+        """Remove a lease that was not released from this context: work that begins later does not belong to it."""
         self.forget()
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
