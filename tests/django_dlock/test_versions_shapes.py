@@ -18,6 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
+from tests.mysql_server import MYSQLD
 from tests.testapp.models import (
     Account,
     ActiveJobs,
@@ -603,6 +604,8 @@ def test_update_that_compares_a_version_writes_a_row_that_moves_on_and_still_mat
 
 @pytest.mark.parametrize("shape", COMPARED)
 def test_version_that_did_not_move_on_is_compared_and_counted_in_every_shape(database, shape):
+    if MYSQLD and database == "mariadb" and shape == "pk__in=queryset":
+        pytest.skip("MySQL reads no table in a subquery that the statement writes")
     model, manager, name, compare = COMPARED[shape]
     row, _ = (model.objects.using(database).create(**parents(model, database)) for _ in "ab")
     rows = compare(getattr(model, manager).using(database), row)

@@ -517,6 +517,8 @@ def test_version_that_would_not_be_compared_again_after_a_wait_is_refused_before
 
 
 def test_version_is_compared_beside_subqueries_that_do_not_name_it(session, orders):
+    if session.get_bind().dialect.name == "mysql":
+        pytest.skip("MySQL reads no table in a subquery that the statement writes")
     first, second, *_ = orders
     others = select(Order.id).where(Order.title == "a")
     is_seen = (Order.id.in_(others), exists(select(Order).where(Order.reads == 0)), Order.version == first.version)
