@@ -18,13 +18,11 @@ from sqlalchemy.orm import Mapper, PassiveFlag, RelationshipDirection, Session
 from sqlalchemy.orm.attributes import get_history
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import other_mappers, plain, written_mapper
+from sqla_dlock.statements import other_mappers, plain
 from sqla_dlock.versions.mapping import VersionedMixin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
-
-    from sqlalchemy.orm import ORMExecuteState
 
 __all__ = ["has_root", "refuse_child_writes", "roots_of_changes"]
 
@@ -79,12 +77,6 @@ def has_root(mapper: Mapper[Any]) -> bool:
 
 def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
     return (each for base in cls.__mro__ if base in known for each in known[base])
-
-
-@event.listens_for(Session, "do_orm_execute")
-def _refuse_bulk_writes(execution: ORMExecuteState) -> None:
-    if not execution.is_select:
-        refuse_child_writes(execution.statement, written_mapper(execution.statement))
 
 
 def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:

@@ -58,24 +58,20 @@ __all__: list[str] = []
 
 @event.listens_for(Session, "do_orm_execute")
 def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
-    if execution.is_delete:
-        _refuse_blind_comparison(execution.statement, written_mapper(execution.statement))
-    if execution.is_update or execution.is_insert:
-        # Of the statement: an UPDATE by primary key does not receive the options of its execution.
-        execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
-        return _count_or_refuse(execution)
     if MATCHES in execution.local_execution_options:
         return lock_matches(execution)
-    return None
-
-
-def _count_or_refuse(execution: ORMExecuteState) -> Result[Any] | None:
-    statement: Any = execution.statement
-    mapper = written_mapper(statement)
-    _refuse_alias_and_other_classes(statement, mapper)
-    _refuse_blind_comparison(statement, mapper)
-    if mapper is None or not _is_versioned(mapper):
+    if execution.is_select:
         return None
+    mapper = _versioned_mapper(execution.statement)
+    if not (execution.is_update or execution.is_insert):
+        return None
+    # Of the statement: an UPDATE by primary key does not receive the options of its execution.
+    execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
+    return None if mapper is None else _count_or_refuse(execution, mapper)
+
+
+def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any] | None:
+    statement: Any = execution.statement
     if execution.is_insert:
         _refuse_insert(plain(statement), mapper, _raw_rows(execution))
     elif isinstance(execution.parameters, list):
@@ -115,11 +111,8 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
 
     `rows`: the parameters with which it is executed.
     """
-    mapper = written_mapper(statement)
-    refuse_child_writes(statement, mapper)
-    _refuse_alias_and_other_classes(statement, mapper)
-    _refuse_blind_comparison(statement, mapper)
-    if mapper is None or not _is_versioned(mapper):
+    mapper = _versioned_mapper(statement)
+    if mapper is None:
         return
     if isinstance(statement, Insert):
         _refuse_insert(statement, mapper, rows)
@@ -132,6 +125,15 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
                 f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
             )
         _refuse_version_parameter(rows, mapper)
+
+
+def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
+    """Return the versioned class that a statement writes, if any; refuse what no count could make sound."""
+    mapper = written_mapper(statement)
+    refuse_child_writes(statement, mapper)
+    _refuse_alias_and_other_classes(statement, mapper)
+    _refuse_blind_comparison(statement, mapper)
+    return mapper if mapper is not None and _is_versioned(mapper) else None
 
 
 def _refuse_alias_and_other_classes(statement: Any, own: Mapper[Any] | None) -> None:
