@@ -10,7 +10,7 @@ ORM statements that write children are refused, because only a flush knows which
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Insert, event, inspect, select
 from sqlalchemy.exc import ArgumentError
@@ -24,7 +24,7 @@ from sqla_dlock.versions.mapping import VersionedMixin
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
 
-__all__ = ["has_root", "refuse_child_writes", "roots_of_changes"]
+__all__ = ["has_root", "may_be_counted", "refuse_child_writes", "roots_of_changes"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,9 @@ _COLLECTION_CHANGES: Final = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INC
 _LOADING: Final = PassiveFlag.PASSIVE_OFF | PassiveFlag.NO_RAISE
 """Load a relationship that needs it, also one with lazy="raise", which is meant for the application's code."""
 
+_counted_tables: Final[WeakSet[Any]] = WeakSet()
+"""The tables of versioned classes and of children of aggregates, so that statements on others cost next to nothing."""
+
 _unresolved_roots: Final[list[Mapper[Any]]] = []
 """Root classes whose paths are not resolved yet, because the mappers of their children may not exist so far."""
 
@@ -44,6 +47,12 @@ _unresolved_roots: Final[list[Mapper[Any]]] = []
 def _register_root(mapper: Mapper[Any], cls: Any) -> None:
     if cls.__version_children__:
         _unresolved_roots.append(mapper)
+
+
+@event.listens_for(Mapper, "after_mapper_constructed")
+def _register_tables(mapper: Mapper[Any], cls: Any) -> None:
+    if issubclass(cls, VersionedMixin) or has_root(mapper):
+        _counted_tables.update(mapper.tables)
 
 
 @event.listens_for(Mapper, "after_configured")
@@ -68,6 +77,7 @@ def _resolve_path(mapper: Mapper[Any], path: str) -> None:
             _collections.setdefault(mapper.class_, set()).add((name, way))
         mapper, way = relationship.mapper, (back, *way)
     _paths_to_roots.setdefault(mapper.class_, set()).add(way)
+    _counted_tables.update(table for each in mapper.self_and_descendants for table in each.tables)
 
 
 def has_root(mapper: Mapper[Any]) -> bool:
@@ -77,6 +87,11 @@ def has_root(mapper: Mapper[Any]) -> bool:
 
 def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
     return (each for base in cls.__mro__ if base in known for each in known[base])
+
+
+def may_be_counted(tables: Iterable[Any]) -> bool:
+    """Return whether a write of these tables may count a version: of their own rows, or of the roots of their rows."""
+    return bool(_unresolved_roots) or any(table in _counted_tables for table in tables)
 
 
 def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:

@@ -41,7 +41,7 @@ from sqla_dlock.statements import (
     writes_in_ctes,
     written_mapper,
 )
-from sqla_dlock.versions.aggregates import refuse_child_writes
+from sqla_dlock.versions.aggregates import may_be_counted, refuse_child_writes
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
@@ -99,11 +99,17 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
     """Refuse a statement on a class that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
-    if not isinstance(statement, Update | Insert | Delete) or COUNTED in options:
+    if not isinstance(statement, Update | Insert | Delete) or COUNTED in options or not _may_be_counted(statement):
         return
     # A flush writes tables, and has a cache for each class. A program may set that option, too: to None or a dict.
     if is_on_class(statement) or not isinstance(options.get("compiled_cache"), LRUCache):
         _refuse_uncounted(statement, "on a Connection", [*many, params])
+
+
+def _may_be_counted(statement: Any) -> bool:
+    """Return whether a statement writes a table with versions to count: others are not looked through."""
+    columns = set_values(statement) if isinstance(statement, Update) else ()
+    return may_be_counted([without_alias(statement.table), *(getattr(each, "table", None) for each in columns)])
 
 
 def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> None:

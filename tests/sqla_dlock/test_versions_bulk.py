@@ -5,11 +5,15 @@ from typing import Any, ClassVar, Final
 
 import pytest
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
+    Column,
     Engine,
     ForeignKey,
     Integer,
+    MetaData,
     String,
+    Table,
     TypeDecorator,
     Update,
     and_,
@@ -32,7 +36,16 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, declarative_base, mapped_column, relationship
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    aliased,
+    declarative_base,
+    mapped_column,
+    registry,
+    relationship,
+)
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
@@ -908,6 +921,49 @@ def test_cache_of_statements_that_the_program_sets_switches_no_check_off(session
         connection.execute(update(Order).values(reads=5))
     with pytest.raises(NotSupported, match="has to count its version up itself"):
         connection.execute(update(Order.__table__).where(Order.reads == 0).values(reads=5))
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_statement_on_a_connection_has_to_count_from_the_moment_that_a_class_is_mapped(engine):
+    metadata = MetaData()
+    ledger = Table("ledger", metadata, Column("id", Integer, primary_key=True), Column("version", Integer))
+    entry = Table(
+        "entry", metadata, Column("id", Integer, primary_key=True), Column("ledger_id", ForeignKey("ledger.id"))
+    )
+    mapping = registry()
+
+    class Ledger(VersionedMixin):
+        __version_children__ = ("entries",)
+
+    class Entry:
+        pass
+
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        for table in (ledger, entry):
+            connection.execute(table.update().values(id=1))
+        mapping.map_imperatively(Entry, entry, properties={"ledger": relationship(Ledger, back_populates="entries")})
+        mapping.map_imperatively(
+            Ledger,
+            ledger,
+            version_id_col=ledger.c.version,
+            properties={"entries": relationship(Entry, back_populates="ledger")},
+        )
+        mapping.configure()
+        with pytest.raises(NotSupported, match="has to count its version up itself"):
+            connection.execute(update(Ledger).values(id=1))
+        with pytest.raises(NotSupported, match="would not count the versions of the aggregates"):
+            connection.execute(update(Entry).values(id=1))
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_element_of_an_array_in_a_table_without_versions_can_be_set(engine):
+    series = Table("series", MetaData(), Column("numbers", ARRAY(Integer)))
+    with engine.connect() as connection:
+        series.create(connection)
+        connection.execute(series.insert().values(numbers=[1, 2]))
+        connection.execute(series.update().values({series.c.numbers[1]: 7}))
+        assert connection.scalar(select(series.c.numbers)) == [7, 2]
 
 
 def test_condition_of_many_layers_is_looked_into_once():
