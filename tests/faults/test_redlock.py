@@ -36,7 +36,8 @@ from tests.servers import Server, ServerMissing
 from tests.waiting import until
 
 WITHIN = 30.0
-LIMIT = 0.5
+LIMIT = 2.0
+"""The time in seconds that a store gives its nodes: a busy machine needs more than they do."""
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
 ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT, RESTORE = (
@@ -319,8 +320,7 @@ def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves
     undo = proxies[4].hold_request(matching=b"abandon.lua")
     lease = through.acquire("a", ttl=WITHIN, renew=False)
     while lease._held.in_store:  # The acquire does not wait for a slow node.
-        with suppress(BackendUnavailable):  # A busy machine may not hear a majority in time.
-            through.do(lease.renew)
+        through.do(lease.renew)
     if is_raised:  # The fence needs a greater token, and the lease is granted again.
         assert run(raise_token(BLOCKING, lease._held, lease.token + 10**9))
         until(lambda: len({token_at(node, prefix) for node in nodes}) == 1)
