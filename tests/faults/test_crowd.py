@@ -446,11 +446,18 @@ async def next_sleep(store: RedisBackend) -> None:
     await auntil(lambda: store._listeners.here()._looked_after_at > before)
 
 
+@pytest.fixture
+def no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make waiters send their own requests only when `look_again` says so, and not when their time has come."""
+    monkeypatch.setattr(waiting._Waiter, "ask_within", lambda waiter, seconds: None)
+
+
 def look_again(store: RedisBackend, holder: str) -> None:
     """Make this waiter send its own request now."""
-    store._listeners.here()._waiters[holder].ask_within(0.0)
+    store._listeners.here()._waiters[holder]._ask()
 
 
+@pytest.mark.usefixtures("no_timers")
 def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
     patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +487,7 @@ def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("no_timers")
 def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
     patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
