@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Select
     from sqlalchemy.orm import Mapper, Session
 
-__all__ = ["StaleObject", "find_version", "lock_versions", "require_versions", "stale_instance", "stale_row"]
+__all__ = [
+    "StaleObject",
+    "compare_version",
+    "find_version",
+    "lock_versions",
+    "require_versions",
+    "stale_instance",
+    "stale_row",
+]
 
 if TYPE_CHECKING:
     Key = tuple[Any, ...]
@@ -55,16 +63,27 @@ def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> 
 
 
 def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
-    """Return the version that a row has now, or None if it is gone.
+    """Return the version that a row has now, or None if it is gone."""
+    found = _find(connection, mapper, key, version_column(mapper))
+    return None if found is None else found[0]
+
+
+def compare_version(connection: Connection, mapper: Mapper[Any], key: Key, version: Any) -> tuple[Any, bool]:
+    """Return the version that a row has now, or None if it is gone; and whether the database takes it for this one."""
+    column = version_column(mapper)
+    found = _find(connection, mapper, key, column, column == version)
+    return (None, False) if found is None else (found[0], bool(found[1]))
+
+
+def _find(connection: Connection, mapper: Mapper[Any], key: Key, *columns: Any) -> Any:
+    """Read a row as it is now.
 
     On MySQL and MariaDB it takes a locking SELECT: under REPEATABLE READ a plain one may show an older version.
     """
-    query = select(version_column(mapper)).where(
-        *(column == part for column, part in zip(key_columns(mapper), key, strict=True))
-    )
+    query = select(*columns).where(*(column == part for column, part in zip(key_columns(mapper), key, strict=True)))
     if connection.dialect.name in {"mysql", "mariadb"}:
         query = query.with_for_update()
-    return connection.execute(query).scalar()
+    return connection.execute(query).first()
 
 
 def require_versions(
@@ -84,9 +103,10 @@ def require_versions(
     """
     now = lock_versions(connection, mapper, expected, action)
     for *parts, version in (row for row in expected if row not in now):
-        # Keys that differ in Python may be equal to the database ("a" and "A"), so the database has the last word.
+        # Keys and versions that differ in Python may be equal to the database ("a" and "A"): it has the last word.
         key = tuple(parts)
-        if (found := find_version(connection, mapper, key)) != version:
+        found, is_expected = compare_version(connection, mapper, key, version)
+        if not is_expected:
             raise stale_row(session, mapper, key, expected=version, found=found, action=action)
 
 

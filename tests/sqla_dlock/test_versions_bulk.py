@@ -1,7 +1,9 @@
 """The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar, Final
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import (
@@ -50,12 +52,13 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import places
-from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, save_with_version
+from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, delete_with_version, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
     Basket,
     Code,
+    Letter,
     Line,
     LineNote,
     Member,
@@ -180,6 +183,35 @@ def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(s
     else:
         with pytest.raises(StaleObject, match="gone"):
             session.flush()
+
+
+def delete_both(session: Session, letters: list[Letter]) -> None:
+    for each in letters:
+        session.delete(each)
+    session.flush()
+
+
+def delete_first(session: Session, letters: list[Letter]) -> None:
+    delete_with_version(session, letters[0])
+
+
+def write_both(session: Session, letters: list[Letter]) -> None:
+    for each in letters:
+        each.title = "new"
+    session.flush()
+
+
+@pytest.mark.parametrize("write", [write_both, delete_both, delete_first])
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_versions_that_python_and_the_database_compare_differently_are_no_conflict(session, write, is_stale):
+    """They are in memory as the class made them, and in the row as the database keeps them."""
+    session.add_all(letters := [Letter(), Letter()])
+    session.commit()
+    if is_stale:
+        with session.get_bind().begin() as connection:
+            connection.execute(update(Letter.__table__).values(revision=uuid4().hex))
+    with pytest.raises(StaleObject) if is_stale else nullcontext():
+        write(session, letters)
 
 
 def test_listener_after_flush_still_sees_what_changed(session, orders):
