@@ -312,7 +312,7 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
             if not isinstance(version, Number):
                 raise no_number(mapper.class_, version)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
-    require_versions(session, connection, mapper, expected, "save")
+    require_versions(session, connection, mapper, expected, "save", execution.statement.get_execution_options())
     for *key, version in expected:
         note_overtaken(session, mapper, tuple(key), version)
     result = execution.invoke_statement()

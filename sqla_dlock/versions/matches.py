@@ -66,7 +66,7 @@ def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     # Each key, followed by its version, in the place of the identity token.
     statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
     locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
-    return connection.execute(locking, execution.parameters)
+    return connection.execute(locking, execution.parameters, execution_options=execution.execution_options)
 
 
 @event.listens_for(Engine, "after_execute")
@@ -82,7 +82,7 @@ def _keep_written(*execution: Any) -> None:
         mapper, identities = update._subject_mapper, options[MATCHES].identity_map  # noqa: SLF001
         matched = update._matched_rows or []  # noqa: SLF001
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
-        same = lock_versions(connection, mapper, loaded, "save")
+        same = lock_versions(connection, mapper, loaded, "save", options)
         matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
 
 

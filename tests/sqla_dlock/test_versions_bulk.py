@@ -452,6 +452,24 @@ def test_update_statement_of_a_table_that_is_not_to_use_returning_locks_its_rows
     assert sent[-3].endswith("FOR UPDATE")
 
 
+@pytest.mark.parametrize("returning", [False, True])
+def test_schemas_that_a_statement_translates_are_translated_for_its_checks_too(session, orders, returning):
+    class Rented(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "orders", {"schema": "tenant", "implicit_returning": returning}
+        id = mapped_column(Integer, primary_key=True)
+        reads = mapped_column(Integer)
+
+    options: Any = {"schema_translate_map": {"tenant": None}}
+    each = session.get_one(Rented, orders[0].id, execution_options=options)
+    session.execute(update(Rented).where(Rented.id == each.id).values(reads=5), execution_options=options)
+    assert (each.reads, each.version) == (5, 2)
+    by_key = update(Rented).execution_options(**options)  # SQLAlchemy passes only the statement's own options on.
+    session.execute(by_key, [{"id": each.id, "reads": 6, "version": 2}])
+    assert (each.reads, each.version) == (6, 3)
+    with pytest.raises(StaleObject):
+        session.execute(by_key, [{"id": each.id, "reads": 7, "version": 2}])
+
+
 @pytest.mark.parametrize("kind", [Member, Code, Park, Basket])
 def test_update_statement_synchronizes_every_shape_of_class(session, kind):
     given = {Code: {"kind": "a", "code": "x"}}
