@@ -63,7 +63,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_select:
         return None
     mapper = _versioned_mapper(execution.statement)
-    if not (execution.is_update or execution.is_insert):
+    if not (execution.is_update or execution.is_insert or execution.is_delete):
         return None
     # Of the statement: an UPDATE by primary key does not receive the options of its execution.
     execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
@@ -74,6 +74,9 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
     statement: Any = execution.statement
     if execution.is_insert:
         _refuse_insert(plain(statement), mapper, _raw_rows(execution))
+    elif execution.is_delete:
+        if not isinstance(execution.parameters, list):  # SQLAlchemy itself refuses a list.
+            synchronize(execution, mapper)
     elif isinstance(execution.parameters, list):
         is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
         if is_on_class(statement) and not is_by_condition:

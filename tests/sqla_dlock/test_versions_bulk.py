@@ -1149,6 +1149,45 @@ def test_delete_statement_makes_instances_stale(session, orders):
         save_with_version(session, orders[0])
 
 
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("condition", [Order.version == 1, Order.title == "a"])
+def test_delete_statement_deletes_no_instance_of_which_the_row_is_still_there(
+    session, orders, synchronize, is_stale, condition
+):
+    if is_stale:
+        elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1 WHERE title = 'a'")
+    is_first = (Order.id == orders[0].id, condition)
+    deleted = session.execute(delete(Order).where(*is_first).execution_options(synchronize_session=synchronize))
+    assert (deleted.rowcount, orders[0] in session) == ((0, True) if is_stale else (1, False))
+    if is_stale:
+        orders[0].title = "ours"
+        with pytest.raises(StaleObject):
+            session.commit()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_delete_statement_without_returning_leaves_instances_whose_rows_it_did_not_delete(session, orders):
+    class Plain(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "orders", {"implicit_returning": False}
+        id = mapped_column(Integer, primary_key=True)
+
+    instances = session.scalars(select(Plain)).all()
+    session.execute(delete(Plain).where(func.rand() < 0.5))
+    left = {key for (key,) in rows(session, Order.id)}
+    assert [each for each in instances if each not in session and each.id in left] == []
+    session.execute(delete(Plain).where(Plain.id.in_(left)))
+    assert [each for each in instances if each.id in left and each in session] == []
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mariadb"], indirect=True)
+def test_delete_statement_whose_condition_needs_another_table_synchronizes(session, orders):
+    made(session, Person(id=orders[0].id))
+    using = {"is_delete_using": True}  # MariaDB has no RETURNING for it, which SQLAlchemy has to be told.
+    session.execute(delete(Order).where(Order.id == Person.id), execution_options=using)
+    assert [each in session for each in orders] == [False] + [True] * 5
+
+
 def test_insert_statements_start_at_1(session):
     session.execute(insert(Order), [{"title": "a"}, {"title": "b"}])
     session.execute(insert(Order).values(title="c"))
