@@ -22,6 +22,7 @@ from sqlalchemy import (
     event,
     type_coerce,
 )
+from sqlalchemy.engine.result import null_result
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.util import LRUCache, immutabledict
@@ -304,6 +305,8 @@ def _names_version(rows: Sequence[Any], mapper: Mapper[Any]) -> bool:
 def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> Result[Any]:
     """Check an UPDATE by primary key before it is sent: SQLAlchemy's own check cannot say which row was stale."""
     name, session = version_key(mapper), execution.session
+    if not rows:
+        return _update_no_row(execution, mapper)
     if not all(name in row for row in rows):
         raise ValueError(f"an UPDATE by primary key checks versions: give {name!r} as it was read in every row")
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
@@ -322,6 +325,16 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
     for *key, version in expected if option(execution, "synchronize_session", "auto") else ():
         note_written(session, mapper, tuple(key), version)
     return result
+
+
+def _update_no_row(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    """Write nothing for an empty list of rows, as SQLAlchemy does for a class without a version."""
+    if set_values(execution.statement):
+        raise ValueError(
+            f"an UPDATE by primary key of an empty list writes no row of {mapper.class_.__name__}: leave the list out, "
+            "and values() are written to the rows that where(...) matches"
+        )
+    return null_result()
 
 
 def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.sql.compiler import SQLCompiler
 
-__all__ = ["VersionedMixin", "key_columns", "version_column", "version_key"]
+__all__ = ["VersionedMixin", "counts_by_one", "key_columns", "version_column", "version_key"]
 
 _BITS: Final = {BigInteger: 63, SmallInteger: 15}
 """The bits of the largest number of a column type; other types have 31."""
@@ -69,6 +69,11 @@ def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
     """Return the primary key in the table of the version, which in joined inheritance may be a parent's table."""
     table = version_column(mapper).table
     return tuple(column for column in mapper.primary_key if column.table is table) or tuple(table.primary_key)
+
+
+def counts_by_one(mapper: Mapper[Any]) -> bool:
+    """Return whether the mixin counts the version, and no generator of the program's own makes it."""
+    return mapper.version_id_generator.__module__ == __name__
 
 
 def _is_root_of_hierarchy(cls: type) -> bool:

@@ -511,6 +511,29 @@ def test_instance_that_an_update_by_primary_key_wrote_can_be_saved(session, orde
     assert ("new", 3) in rows(session, Order.title, Order.version)
 
 
+def test_update_by_primary_key_leaves_no_version_in_memory_that_no_row_has(session):
+    """Only the row has the version that the class has made for it, and to read it now would be late."""
+    session.add(note := Note(title="old"))
+    session.commit()
+    session.execute(update(Note), [{"id": note.id, "title": "new", "revision": note.revision}])
+    assert [(note.title, note.revision)] == rows(session, Note.title, Note.revision)
+    note.title = "newer"
+    with pytest.raises(ValueError, match="read later"):
+        save_with_version(session, note)
+    session.refresh(note)
+    note.title = "newer"
+    save_with_version(session, note)
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("statement", [update(Order), update(Order).values(reads=5), update(Order).where(Order.id == 1)])
+def test_update_by_primary_key_of_no_row_writes_nothing_and_is_refused_if_it_sets_values(session, orders, statement):
+    is_refused = bool(statement._values)
+    with pytest.raises(ValueError, match="leave the list out") if is_refused else nullcontext():
+        session.execute(statement, [])
+    assert [each.version for each in orders] == [1] * 6
+
+
 def test_update_by_primary_key_that_is_rolled_back_to_a_savepoint_takes_its_versions_back(session, orders):
     savepoint = session.begin_nested()
     session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": 1}])
