@@ -44,7 +44,7 @@ from sqla_dlock.statements import (
 )
 from sqla_dlock.versions.aggregates import may_be_counted, refuse_child_writes
 from sqla_dlock.versions.conflicts import require_versions
-from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
+from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
@@ -202,7 +202,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     attribute = getattr(mapper.class_, name)
     given = _given(statement, version)
     if _counts(given, mapper, writer):
-        if _is_number(version):
+        if is_number(version):
             return statement
         # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
@@ -254,7 +254,7 @@ def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:
     Raises NotSupported for another kind of version than a number, which nothing can count up, unless it is set anew.
     """
     version = version_column(mapper)
-    if _is_number(version):
+    if is_number(version):
         return bool(given) and all(_is_increment(each, version) for each in given)
     if not given or any(isinstance(each, ColumnElement) and each in {version} for each in given):
         raise NotSupported(
@@ -262,11 +262,6 @@ def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:
             "had"
         )
     return True
-
-
-def _is_number(version: Any) -> bool:
-    """Return whether a version is a number, also by a TypeDecorator."""
-    return issubclass(version.type._type_affinity, Integer | Numeric)  # noqa: SLF001
 
 
 def _is_increment(value: Any, version: Any) -> bool:
@@ -318,7 +313,8 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
             if not isinstance(version, Number):
                 raise no_number(mapper.class_, version)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
-    require_versions(session, connection, mapper, expected, "save", execution.statement.get_execution_options())
+    options = execution.statement.get_execution_options()
+    require_versions(session, connection, mapper, expected, "save", options=options)
     for *key, version in expected:
         note_overtaken(session, mapper, tuple(key), version)
     result = execution.invoke_statement()
@@ -359,7 +355,7 @@ def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> 
             f"REPLACE of {name} would set the version of a row back: update it, or insert it with "
             "on_conflict_do_update()"
         )
-    if _is_number(version_column(mapper)) and _names_version([inserted_columns(statement), *rows], mapper):
+    if is_number(version_column(mapper)) and _names_version([inserted_columns(statement), *rows], mapper):
         raise NotSupported(
             f"insert({name}) cannot set {version_key(mapper)!r}, which may be that of an older row of this key: leave "
             f"it out, or give the rows to session.execute(insert({name}), [...]), where each begins with a new one"

@@ -95,6 +95,7 @@ def require_versions(
     mapper: Mapper[Any],
     expected: Sequence[Key],
     action: str,
+    *,
     options: Options = None,
 ) -> None:
     """Lock rows in the order of their keys, and raise StaleObject for the first whose version is not the expected one.

@@ -95,8 +95,8 @@ def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
 def _keep_written(*execution: Any) -> None:
     """Of the rows that were locked for a statement, let SQLAlchemy synchronize those that it has changed or deleted.
 
-    The SELECT may have found others than the statement wrote, by `func.rand()` for instance, or because a subquery reads
-    a snapshot in a SELECT only.
+    The SELECT may have found others than the statement wrote, by `func.rand()` for instance, or because a subquery
+    reads a snapshot in a SELECT only.
     """
     connection, statement, _, _, options, _ = execution
     if MATCHES in options and isinstance(statement, Update | Delete):

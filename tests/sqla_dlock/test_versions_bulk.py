@@ -52,7 +52,14 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import places
-from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, delete_with_version, save_with_version
+from sqla_dlock.versions import (
+    StaleObject,
+    VersionedMixin,
+    aggregates,
+    conflicts,
+    delete_with_version,
+    save_with_version,
+)
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
@@ -526,7 +533,9 @@ def test_update_by_primary_key_leaves_no_version_in_memory_that_no_row_has(sessi
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("statement", [update(Order), update(Order).values(reads=5), update(Order).where(Order.id == 1)])
+@pytest.mark.parametrize(
+    "statement", [update(Order), update(Order).values(reads=5), update(Order).where(Order.id == 1)]
+)
 def test_update_by_primary_key_of_no_row_writes_nothing_and_is_refused_if_it_sets_values(session, orders, statement):
     is_refused = bool(statement._values)
     with pytest.raises(ValueError, match="leave the list out") if is_refused else nullcontext():
