@@ -38,8 +38,8 @@ class Write:
     def has_returning(self, dialect: Any) -> bool:
         """Return whether the statement itself returns the keys of its rows, as SQLAlchemy decides it."""
         if not self.is_delete:
-            return dialect.update_returning  # type: ignore[no-any-return]
-        return dialect.delete_returning and (dialect.delete_returning_multifrom or not self.has_other_tables)  # type: ignore[no-any-return]
+            return bool(dialect.update_returning)
+        return bool(dialect.delete_returning and (dialect.delete_returning_multifrom or not self.has_other_tables))
 
 
 def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
@@ -108,6 +108,6 @@ def _keep_written(*execution: Any) -> None:
         matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
 
 
-def option(execution: ORMExecuteState, name: str, default: str) -> Any:
+def option(execution: ORMExecuteState, name: str, default: Any) -> Any:
     options = {**execution.statement.get_execution_options(), **execution.execution_options}
     return options.get(name, default)
