@@ -169,7 +169,7 @@ def _single_update(session: Session, instance: Any) -> RowUpdate | None:
     """Return the one UPDATE that saves an instance, or None if saving it takes a flush."""
     mapper = inspect(instance).mapper
     is_alone = (
-        has_only_our_listeners(session, "before_flush", "after_flush")
+        has_only_our_listeners(session, "before_flush", "after_flush", "after_flush_postexec")
         and not has_root(mapper)
         and needs_one_update(session, mapper)
     )

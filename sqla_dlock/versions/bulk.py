@@ -22,6 +22,7 @@ from sqlalchemy import (
     event,
     type_coerce,
 )
+from sqlalchemy.engine.result import null_result
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.util import LRUCache, immutabledict
@@ -43,7 +44,7 @@ from sqla_dlock.statements import (
 )
 from sqla_dlock.versions.aggregates import may_be_counted, refuse_child_writes
 from sqla_dlock.versions.conflicts import require_versions
-from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
+from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
@@ -63,7 +64,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
     if execution.is_select:
         return None
     mapper = _versioned_mapper(execution.statement)
-    if not (execution.is_update or execution.is_insert):
+    if not (execution.is_update or execution.is_insert or execution.is_delete):
         return None
     # Of the statement: an UPDATE by primary key does not receive the options of its execution.
     execution.statement = without_lambda(execution.statement).execution_options(**{COUNTED: True})
@@ -74,6 +75,9 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
     statement: Any = execution.statement
     if execution.is_insert:
         _refuse_insert(plain(statement), mapper, _raw_rows(execution))
+    elif execution.is_delete:
+        if not isinstance(execution.parameters, list):  # SQLAlchemy itself refuses a list.
+            synchronize(execution, mapper)
     elif isinstance(execution.parameters, list):
         is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
         if is_on_class(statement) and not is_by_condition:
@@ -198,7 +202,7 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     attribute = getattr(mapper.class_, name)
     given = _given(statement, version)
     if _counts(given, mapper, writer):
-        if _is_number(version):
+        if is_number(version):
             return statement
         # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
@@ -250,7 +254,7 @@ def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:
     Raises NotSupported for another kind of version than a number, which nothing can count up, unless it is set anew.
     """
     version = version_column(mapper)
-    if _is_number(version):
+    if is_number(version):
         return bool(given) and all(_is_increment(each, version) for each in given)
     if not given or any(isinstance(each, ColumnElement) and each in {version} for each in given):
         raise NotSupported(
@@ -258,11 +262,6 @@ def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:
             "had"
         )
     return True
-
-
-def _is_number(version: Any) -> bool:
-    """Return whether a version is a number, also by a TypeDecorator."""
-    return issubclass(version.type._type_affinity, Integer | Numeric)  # noqa: SLF001
 
 
 def _is_increment(value: Any, version: Any) -> bool:
@@ -301,6 +300,8 @@ def _names_version(rows: Sequence[Any], mapper: Mapper[Any]) -> bool:
 def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> Result[Any]:
     """Check an UPDATE by primary key before it is sent: SQLAlchemy's own check cannot say which row was stale."""
     name, session = version_key(mapper), execution.session
+    if not rows:
+        return _update_no_row(execution, mapper)
     if not all(name in row for row in rows):
         raise ValueError(f"an UPDATE by primary key checks versions: give {name!r} as it was read in every row")
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
@@ -312,13 +313,24 @@ def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[A
             if not isinstance(version, Number):
                 raise no_number(mapper.class_, version)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
-    require_versions(session, connection, mapper, expected, "save")
+    options = execution.statement.get_execution_options()
+    require_versions(session, connection, mapper, expected, "save", options=options)
     for *key, version in expected:
         note_overtaken(session, mapper, tuple(key), version)
     result = execution.invoke_statement()
     for *key, version in expected if option(execution, "synchronize_session", "auto") else ():
         note_written(session, mapper, tuple(key), version)
     return result
+
+
+def _update_no_row(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    """Write nothing for an empty list of rows, as SQLAlchemy does for a class without a version."""
+    if set_values(execution.statement):
+        raise ValueError(
+            f"an UPDATE by primary key of an empty list writes no row of {mapper.class_.__name__}: leave the list out, "
+            "and values() are written to the rows that where(...) matches"
+        )
+    return null_result()
 
 
 def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
@@ -343,7 +355,7 @@ def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> 
             f"REPLACE of {name} would set the version of a row back: update it, or insert it with "
             "on_conflict_do_update()"
         )
-    if _is_number(version_column(mapper)) and _names_version([inserted_columns(statement), *rows], mapper):
+    if is_number(version_column(mapper)) and _names_version([inserted_columns(statement), *rows], mapper):
         raise NotSupported(
             f"insert({name}) cannot set {version_key(mapper)!r}, which may be that of an older row of this key: leave "
             f"it out, or give the rows to session.execute(insert({name}), [...]), where each begins with a new one"

@@ -15,15 +15,24 @@ from dlock_core.observability.hooks import emit_conflict
 from sqla_dlock.versions.mapping import key_columns, version_column
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, Select
     from sqlalchemy.orm import Mapper, Session
 
-__all__ = ["StaleObject", "find_version", "lock_versions", "require_versions", "stale_instance", "stale_row"]
+__all__ = [
+    "StaleObject",
+    "compare_version",
+    "find_version",
+    "lock_versions",
+    "require_versions",
+    "stale_instance",
+    "stale_row",
+]
 
 if TYPE_CHECKING:
     Key = tuple[Any, ...]
+    Options = Mapping[str, Any] | None
 
 
 MAX_ROWS_PER_QUERY: Final = 500
@@ -55,20 +64,39 @@ def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> 
 
 
 def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
-    """Return the version that a row has now, or None if it is gone.
+    """Return the version that a row has now, or None if it is gone."""
+    found = _find(connection, mapper, key, version_column(mapper))
+    return None if found is None else found[0]
+
+
+def compare_version(
+    connection: Connection, mapper: Mapper[Any], key: Key, version: Any, options: Options = None
+) -> tuple[Any, bool]:
+    """Return the version that a row has now, or None if it is gone; and whether the database takes it for this one."""
+    column = version_column(mapper)
+    found = _find(connection, mapper, key, column, column == version, options=options)
+    return (None, False) if found is None else (found[0], bool(found[1]))
+
+
+def _find(connection: Connection, mapper: Mapper[Any], key: Key, *columns: Any, options: Options = None) -> Any:
+    """Read a row as it is now.
 
     On MySQL and MariaDB it takes a locking SELECT: under REPEATABLE READ a plain one may show an older version.
     """
-    query = select(version_column(mapper)).where(
-        *(column == part for column, part in zip(key_columns(mapper), key, strict=True))
-    )
+    query = select(*columns).where(*(column == part for column, part in zip(key_columns(mapper), key, strict=True)))
     if connection.dialect.name in {"mysql", "mariadb"}:
         query = query.with_for_update()
-    return connection.execute(query).scalar()
+    return connection.execute(query, execution_options=options).first()
 
 
 def require_versions(
-    session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[Key], action: str
+    session: Session,
+    connection: Connection,
+    mapper: Mapper[Any],
+    expected: Sequence[Key],
+    action: str,
+    *,
+    options: Options = None,
 ) -> None:
     """Lock rows in the order of their keys, and raise StaleObject for the first whose version is not the expected one.
 
@@ -81,16 +109,20 @@ def require_versions(
         mapper: The class of the rows.
         expected: The key of each row, followed by its expected version as the last element.
         action: What the caller is about to do, "save" or "delete".
+        options: The execution options of the statement that the caller is about to send, such as its schemas.
     """
-    now = lock_versions(connection, mapper, expected, action)
+    now = lock_versions(connection, mapper, expected, action, options)
     for *parts, version in (row for row in expected if row not in now):
-        # Keys that differ in Python may be equal to the database ("a" and "A"), so the database has the last word.
+        # Keys and versions that differ in Python may be equal to the database ("a" and "A"): it has the last word.
         key = tuple(parts)
-        if (found := find_version(connection, mapper, key)) != version:
+        found, is_expected = compare_version(connection, mapper, key, version, options)
+        if not is_expected:
             raise stale_row(session, mapper, key, expected=version, found=found, action=action)
 
 
-def lock_versions(connection: Connection, mapper: Mapper[Any], rows: Sequence[Key], action: str) -> set[Key]:
+def lock_versions(
+    connection: Connection, mapper: Mapper[Any], rows: Sequence[Key], action: str, options: Options = None
+) -> set[Key]:
     """Lock rows in the order of their keys, and return each key with the version that its row has now.
 
     Each of the rows is given as its key and any version.
@@ -103,7 +135,7 @@ def lock_versions(connection: Connection, mapper: Mapper[Any], rows: Sequence[Ke
     for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
         some = rows[start : start + MAX_ROWS_PER_QUERY]
         keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
-        now.update(tuple(row) for row in connection.execute(query, {"dlock_keys": keys}))
+        now.update(tuple(row) for row in connection.execute(query, {"dlock_keys": keys}, execution_options=options))
     return now
 
 

@@ -28,7 +28,13 @@ from sqlalchemy.sql.elements import BinaryExpression
 
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.versions.aggregates import roots_of_changes
-from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, find_version, require_versions, stale_row
+from sqla_dlock.versions.conflicts import (
+    MAX_ROWS_PER_QUERY,
+    compare_version,
+    find_version,
+    require_versions,
+    stale_row,
+)
 from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
 from sqla_dlock.versions.writes import (
     count_touch,
@@ -212,10 +218,10 @@ def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], 
     result = send_updates(connection, mapper, writes)
     # The rows are locked since they were checked, except on SQLite and in AUTOCOMMIT: there the count decides.
     if connection.dialect.supports_sane_multi_rowcount and result.rowcount < len(writes):
-        found = [(write, find_version(connection, mapper, write.key)) for write in writes]
-        next_version = version_key(mapper)
-        write, version = next(((w, v) for w, v in found if v != w.values[next_version]), found[0])
-        raise stale_row(session, mapper, write.key, expected=write.version, found=version, action="save")
+        name = version_key(mapper)
+        now = [(write, *compare_version(connection, mapper, write.key, write.values[name])) for write in writes]
+        write, found, _ = next((each for each in now if not each[2]), now[0])
+        raise stale_row(session, mapper, write.key, expected=write.version, found=found, action="save")
     mark_flushed(session, mapper, writes, result)
 
 

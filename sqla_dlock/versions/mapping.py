@@ -7,11 +7,13 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from warnings import catch_warnings, simplefilter
 
-from sqlalchemy import BigInteger, SmallInteger, event, inspect
+from sqlalchemy import BigInteger, Integer, Numeric, SmallInteger, event, inspect
 from sqlalchemy.exc import ArgumentError, SAWarning
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.ext.declarative import AbstractConcreteBase
 from sqlalchemy.orm import ColumnProperty, Mapped, Mapper, declared_attr, mapped_column, synonym
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import UserDefinedType
 
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.sql.compiler import SQLCompiler
 
-__all__ = ["VersionedMixin", "key_columns", "version_column", "version_key"]
+__all__ = ["VersionedMixin", "counts_by_one", "is_number", "key_columns", "version_column", "version_key"]
 
 _BITS: Final = {BigInteger: 63, SmallInteger: 15}
 """The bits of the largest number of a column type; other types have 31."""
@@ -48,6 +50,11 @@ class VersionedMixin:
     """The relationships of an aggregate root, such as "lines.parts": a change at their end increments its version."""
 
     def __init_subclass__(cls, **options: Any) -> None:
+        if AbstractConcreteBase in cls.__bases__:
+            raise ArgumentError(
+                f"{cls.__name__} is an AbstractConcreteBase, without a table that could have a version: put "
+                f"VersionedMixin on each class below {cls.__name__} instead"
+            )
         if _is_root_of_hierarchy(cls):
             _add_version(cls)
         super().__init_subclass__(**options)
@@ -66,9 +73,28 @@ def version_key(mapper: Mapper[Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
-    """Return the primary key in the table of the version, which in joined inheritance may be a parent's table."""
+    """Return the primary key in the table of the version, which in joined inheritance may be a parent's table.
+
+    Raises ArgumentError for a class on a join, of which several instances may share the row that has the version.
+    """
     table = version_column(mapper).table
-    return tuple(column for column in mapper.primary_key if column.table is table) or tuple(table.primary_key)
+    columns = tuple(column for column in mapper.primary_key if column.table is table) or tuple(table.primary_key)
+    if len(columns) != len(mapper.primary_key):
+        raise ArgumentError(
+            f"a row of {table.name}, which has the version, is not one instance of {mapper.class_.__name__}, whose key "
+            "has columns of other tables: map each table by a class of its own, with a relationship between them"
+        )
+    return columns
+
+
+def is_number(version: Any) -> bool:
+    """Return whether a version is a number, also by a TypeDecorator."""
+    return issubclass(version.type._type_affinity, Integer | Numeric)  # noqa: SLF001
+
+
+def counts_by_one(mapper: Mapper[Any]) -> bool:
+    """Return whether the mixin counts the version, and no generator of the program's own makes it."""
+    return mapper.version_id_generator.__module__ == __name__
 
 
 def _is_root_of_hierarchy(cls: type) -> bool:
@@ -155,6 +181,7 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
             f"{cls.__name__} is concrete, with a separate table, and has no version there: give it one, "
             '__mapper_args__ = {"concrete": True, "version_id_col": version}, or share an __abstract__ class'
         )
+    key_columns(mapper)
     for parent in mapper.iterate_to_root():
         if version.table in parent.tables and parent.version_id_col is not version:
             raise ArgumentError(
@@ -171,12 +198,22 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
             f"a DELETE of a stale {cls.__name__} would pass unnoticed: leave out confirm_deleted_rows=False of "
             f"{mapper.base_mapper.class_.__name__}"
         )
+
+
+@event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
+def _set_generator(mapper: Mapper[Any], cls: type) -> None:
+    version = version_column(mapper)
     if not callable(mapper.version_id_generator):
         raise ArgumentError(
             f"VersionedMixin counts the version of {cls.__name__} itself, and version_id_generator=False would leave "
             "that to the database: leave it out, or map the class without VersionedMixin"
         )
     if mapper.version_id_generator.__module__ == Mapper.__module__:  # the default, which begins at 1
+        if not is_number(version) and not isinstance(version.type, UserDefinedType):
+            raise ArgumentError(
+                f"the version of {cls.__name__} is no number, and nothing makes its next value: add a "
+                f'version_id_generator to __mapper_args__, such as "version_id_generator": lambda _: uuid4()'
+            )
         mapper.version_id_generator = _version_generator(version.type)
     if version.server_onupdate is None:
         # The server default is for rows that other software inserts. SQLAlchemy takes it as a sign that the server

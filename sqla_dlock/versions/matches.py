@@ -1,10 +1,14 @@
-"""Which instances an UPDATE of many rows has written: those whose versions SQLAlchemy then increments in memory."""
+"""Which instances an UPDATE or DELETE of many rows has written.
+
+Of those, and of no others, SQLAlchemy increments the versions in memory, or takes the instances for deleted.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Engine, Update, event, false
+from sqlalchemy import Delete, Engine, Update, event, false
 
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import is_on_class, plain
@@ -19,14 +23,30 @@ if TYPE_CHECKING:
 __all__ = ["MATCHES", "lock_matches", "option", "synchronize"]
 
 MATCHES: Final = "dlock_matches"
-"""The execution option, a session, of an UPDATE and of the SELECT by which SQLAlchemy finds the rows it matches."""
+"""The execution option, a `Write`, of an UPDATE or DELETE and of the SELECT by which SQLAlchemy finds its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An UPDATE or DELETE that a session is executing."""
+
+    session: Session
+    is_delete: bool
+    has_other_tables: bool
+    """A DELETE whose condition needs other tables, which SQLAlchemy has to be told."""
+
+    def has_returning(self, dialect: Any) -> bool:
+        """Return whether the statement itself returns the keys of its rows, as SQLAlchemy decides it."""
+        if not self.is_delete:
+            return bool(dialect.update_returning)
+        return bool(dialect.delete_returning and (dialect.delete_returning_multifrom or not self.has_other_tables))
 
 
 def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
-    """Let SQLAlchemy increment the versions in memory of those instances whose rows the database has matched.
+    """Let SQLAlchemy increment the versions, or delete the instances, of those rows that the database has matched.
 
-    By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not, and
-    would get the version that another user's write has given to the row.
+    By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not: it
+    would get the version that another user's write has given to the row, or be taken for deleted, and not be written.
     """
     if is_on_class(execution.statement) and option(execution, "synchronize_session", "auto"):
         session = execution.session
@@ -34,21 +54,22 @@ def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
         # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
         is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
-        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: session})
+        write = Write(session, execution.is_delete, option(execution, "is_delete_using", False))
+        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: write})
 
 
 def _may_write_fewer(statement: Any) -> bool:
-    """Return whether an UPDATE may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
+    """Return whether a statement may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
 
     To lock all that match would be too much: all instances stay as they are, and stale.
     """
-    update = plain(statement)
-    is_extended = getattr(update, "_post_criteria_clause", None) is not None  # since SQLAlchemy 2.1
-    return is_extended or bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
+    write = plain(statement)
+    is_extended = getattr(write, "_post_criteria_clause", None) is not None  # since SQLAlchemy 2.1
+    return is_extended or bool(write._prefixes) or any(option.endswith("_limit") for option in write.dialect_kwargs)  # noqa: SLF001
 
 
 def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
-    """Lock the rows that an UPDATE without RETURNING will match: until then another transaction could change them.
+    """Lock the rows that a statement without RETURNING will match: until then another transaction could change them.
 
     In AUTOCOMMIT no lock would last until then, and in a sharded session nothing tells what a row was: no row counts as
     matched there, and all instances stay as they are.
@@ -57,7 +78,8 @@ def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     statement: Any = execution.statement
     mapper: Mapper[Any] = execution.bind_arguments["mapper"]
     table: Any = mapper.local_table
-    if session.get_bind(**execution.bind_arguments).dialect.update_returning and table.implicit_returning:
+    write: Write = execution.local_execution_options[MATCHES]
+    if write.has_returning(session.get_bind(**execution.bind_arguments).dialect) and table.implicit_returning:
         return None  # SQLAlchemy sends no SELECT
     if session.connection_callable is not None:  # sharding
         execution.statement = statement.where(false())
@@ -66,26 +88,26 @@ def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     # Each key, followed by its version, in the place of the identity token.
     statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
     locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
-    return connection.execute(locking, execution.parameters)
+    return connection.execute(locking, execution.parameters, execution_options=execution.execution_options)
 
 
 @event.listens_for(Engine, "after_execute")
 def _keep_written(*execution: Any) -> None:
-    """Of the rows that were locked for an UPDATE, let SQLAlchemy synchronize those whose version it has changed.
+    """Of the rows that were locked for a statement, let SQLAlchemy synchronize those that it has changed or deleted.
 
-    The SELECT may have found others than the UPDATE wrote, by `func.rand()` for instance, or because a subquery reads
-    a snapshot in a SELECT only.
+    The SELECT may have found others than the statement wrote, by `func.rand()` for instance, or because a subquery
+    reads a snapshot in a SELECT only.
     """
     connection, statement, _, _, options, _ = execution
-    if MATCHES in options and isinstance(statement, Update):
-        update = options["_sa_orm_update_options"]
-        mapper, identities = update._subject_mapper, options[MATCHES].identity_map  # noqa: SLF001
-        matched = update._matched_rows or []  # noqa: SLF001
+    if MATCHES in options and isinstance(statement, Update | Delete):
+        orm = options["_sa_orm_update_options"]  # those of a DELETE, too
+        mapper, identities = orm._subject_mapper, options[MATCHES].session.identity_map  # noqa: SLF001
+        matched = orm._matched_rows or []  # noqa: SLF001
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
-        same = lock_versions(connection, mapper, loaded, "save")
+        same = lock_versions(connection, mapper, loaded, "save", options)
         matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
 
 
-def option(execution: ORMExecuteState, name: str, default: str) -> Any:
+def option(execution: ORMExecuteState, name: str, default: Any) -> Any:
     options = {**execution.statement.get_execution_options(), **execution.execution_options}
     return options.get(name, default)

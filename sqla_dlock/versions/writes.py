@@ -20,7 +20,7 @@ from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_
 from sqlalchemy.orm.exc import ObjectDeletedError
 
 from sqla_dlock.versions.conflicts import stale_instance
-from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
+from sqla_dlock.versions.mapping import VersionedMixin, counts_by_one, key_columns, version_column, version_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -127,6 +127,7 @@ def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], ve
     """Set the next version of an instance of which an UPDATE by primary key has written the row with this one.
 
     SQLAlchemy gives it the version that the UPDATE was given. It also forgets that a rollback to a savepoint undoes it.
+    What a generator of the program's own has made is known to the row only. Read now, it is later than the rest.
     """
     instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
     if instance is not None:
@@ -134,7 +135,10 @@ def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], ve
         name = version_key(state.mapper)
         is_current = state.dict.get(name) == version and _READ_LATE not in state.info
         if is_current and name not in state.committed_state:
-            set_committed_value(instance, name, state.mapper.version_id_generator(version))
+            if counts_by_one(state.mapper):
+                set_committed_value(instance, name, version + 1)
+            else:
+                session.expire(instance, [name])
             session._register_altered([state])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
 
 

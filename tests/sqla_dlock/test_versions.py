@@ -572,6 +572,15 @@ def test_listeners_of_a_class_see_its_saves(session, order):
     assert seen == [("new", 2)]
 
 
+@pytest.mark.parametrize("name", ["before_flush", "after_flush", "after_flush_postexec"])
+def test_listeners_of_a_session_see_its_saves(session, order, name):
+    seen = []
+    event.listen(session, name, lambda *_: seen.append(name))
+    order.title = "new"
+    save_with_version(session, order)
+    assert seen == [name]
+
+
 def test_save_that_needs_a_flush_checks_everything_first(session, order):
     shop = made(session, Shop(name="corner"))
     move(session)

@@ -1,7 +1,9 @@
 """The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar, Final
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import (
@@ -50,12 +52,20 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import places
-from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, conflicts, save_with_version
+from sqla_dlock.versions import (
+    StaleObject,
+    VersionedMixin,
+    aggregates,
+    conflicts,
+    delete_with_version,
+    save_with_version,
+)
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
     Basket,
     Code,
+    Letter,
     Line,
     LineNote,
     Member,
@@ -180,6 +190,35 @@ def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(s
     else:
         with pytest.raises(StaleObject, match="gone"):
             session.flush()
+
+
+def delete_both(session: Session, letters: list[Letter]) -> None:
+    for each in letters:
+        session.delete(each)
+    session.flush()
+
+
+def delete_first(session: Session, letters: list[Letter]) -> None:
+    delete_with_version(session, letters[0])
+
+
+def write_both(session: Session, letters: list[Letter]) -> None:
+    for each in letters:
+        each.title = "new"
+    session.flush()
+
+
+@pytest.mark.parametrize("write", [write_both, delete_both, delete_first])
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_versions_that_python_and_the_database_compare_differently_are_no_conflict(session, write, is_stale):
+    """They are in memory as the class made them, and in the row as the database keeps them."""
+    session.add_all(letters := [Letter(), Letter()])
+    session.commit()
+    if is_stale:
+        with session.get_bind().begin() as connection:
+            connection.execute(update(Letter.__table__).values(revision=uuid4().hex))
+    with pytest.raises(StaleObject) if is_stale else nullcontext():
+        write(session, letters)
 
 
 def test_listener_after_flush_still_sees_what_changed(session, orders):
@@ -420,6 +459,24 @@ def test_update_statement_of_a_table_that_is_not_to_use_returning_locks_its_rows
     assert sent[-3].endswith("FOR UPDATE")
 
 
+@pytest.mark.parametrize("returning", [False, True])
+def test_schemas_that_a_statement_translates_are_translated_for_its_checks_too(session, orders, returning):
+    class Rented(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "orders", {"schema": "tenant", "implicit_returning": returning}
+        id = mapped_column(Integer, primary_key=True)
+        reads = mapped_column(Integer)
+
+    options: Any = {"schema_translate_map": {"tenant": None}}
+    each = session.get_one(Rented, orders[0].id, execution_options=options)
+    session.execute(update(Rented).where(Rented.id == each.id).values(reads=5), execution_options=options)
+    assert (each.reads, each.version) == (5, 2)
+    by_key = update(Rented).execution_options(**options)  # SQLAlchemy passes only the statement's own options on.
+    session.execute(by_key, [{"id": each.id, "reads": 6, "version": 2}])
+    assert (each.reads, each.version) == (6, 3)
+    with pytest.raises(StaleObject):
+        session.execute(by_key, [{"id": each.id, "reads": 7, "version": 2}])
+
+
 @pytest.mark.parametrize("kind", [Member, Code, Park, Basket])
 def test_update_statement_synchronizes_every_shape_of_class(session, kind):
     given = {Code: {"kind": "a", "code": "x"}}
@@ -459,6 +516,31 @@ def test_instance_that_an_update_by_primary_key_wrote_can_be_saved(session, orde
     orders[0].title = "new"
     save_with_version(session, orders[0])
     assert ("new", 3) in rows(session, Order.title, Order.version)
+
+
+def test_update_by_primary_key_leaves_no_version_in_memory_that_no_row_has(session):
+    """Only the row has the version that the class has made for it, and to read it now would be late."""
+    session.add(note := Note(title="old"))
+    session.commit()
+    session.execute(update(Note), [{"id": note.id, "title": "new", "revision": note.revision}])
+    assert [(note.title, note.revision)] == rows(session, Note.title, Note.revision)
+    note.title = "newer"
+    with pytest.raises(ValueError, match="read later"):
+        save_with_version(session, note)
+    session.refresh(note)
+    note.title = "newer"
+    save_with_version(session, note)
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    "statement", [update(Order), update(Order).values(reads=5), update(Order).where(Order.id == 1)]
+)
+def test_update_by_primary_key_of_no_row_writes_nothing_and_is_refused_if_it_sets_values(session, orders, statement):
+    is_refused = bool(statement._values)
+    with pytest.raises(ValueError, match="leave the list out") if is_refused else nullcontext():
+        session.execute(statement, [])
+    assert [each.version for each in orders] == [1] * 6
 
 
 def test_update_by_primary_key_that_is_rolled_back_to_a_savepoint_takes_its_versions_back(session, orders):
@@ -1097,6 +1179,45 @@ def test_delete_statement_makes_instances_stale(session, orders):
     orders[0].title = "ours"
     with pytest.raises(StaleObject, match="gone"):
         save_with_version(session, orders[0])
+
+
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("condition", [Order.version == 1, Order.title == "a"])
+def test_delete_statement_deletes_no_instance_of_which_the_row_is_still_there(
+    session, orders, synchronize, is_stale, condition
+):
+    if is_stale:
+        elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1 WHERE title = 'a'")
+    is_first = (Order.id == orders[0].id, condition)
+    deleted = session.execute(delete(Order).where(*is_first).execution_options(synchronize_session=synchronize))
+    assert (deleted.rowcount, orders[0] in session) == ((0, True) if is_stale else (1, False))
+    if is_stale:
+        orders[0].title = "ours"
+        with pytest.raises(StaleObject):
+            session.commit()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_delete_statement_without_returning_leaves_instances_whose_rows_it_did_not_delete(session, orders):
+    class Plain(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "orders", {"implicit_returning": False}
+        id = mapped_column(Integer, primary_key=True)
+
+    instances = session.scalars(select(Plain)).all()
+    session.execute(delete(Plain).where(func.rand() < 0.5))
+    left = {key for (key,) in rows(session, Order.id)}
+    assert [each for each in instances if each not in session and each.id in left] == []
+    session.execute(delete(Plain).where(Plain.id.in_(left)))
+    assert [each for each in instances if each.id in left and each in session] == []
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mariadb"], indirect=True)
+def test_delete_statement_whose_condition_needs_another_table_synchronizes(session, orders):
+    made(session, Person(id=orders[0].id))
+    using = {"is_delete_using": True}  # MariaDB has no RETURNING for it, which SQLAlchemy has to be told.
+    session.execute(delete(Order).where(Order.id == Person.id), execution_options=using)
+    assert [each in session for each in orders] == [False] + [True] * 5
 
 
 def test_insert_statements_start_at_1(session):

@@ -7,12 +7,14 @@ import pytest
 from sqlalchemy import (
     BigInteger,
     Column,
+    DateTime,
     Engine,
     ForeignKey,
     Integer,
     SmallInteger,
     String,
     Table,
+    Uuid,
     create_engine,
     func,
     insert,
@@ -21,6 +23,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.declarative import AbstractConcreteBase
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -32,7 +35,7 @@ from sqlalchemy.orm import (
     synonym,
 )
 
-from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version, touch
+from sqla_dlock.versions import StaleObject, VersionedMixin, delete_with_version, save_with_version, touch
 
 
 @pytest.fixture
@@ -296,6 +299,75 @@ def test_table_of_a_class_has_to_name_its_version(base):
 
         class Doc(VersionedMixin, base):
             __table__ = revised_table(base)
+
+
+def joined(base: Any, mixins: tuple[type, ...]) -> Any:
+    """Map a class to a join, of which a row of the table with the version may be in several instances."""
+    user = Table(
+        "user", base.metadata, Column("id", Integer, primary_key=True), Column("version", BigInteger, nullable=False)
+    )
+    mail = Table(
+        "mail",
+        base.metadata,
+        Column("id", Integer, primary_key=True),
+        Column("user_id", ForeignKey("user.id")),
+        Column("text", String(20)),
+    )
+    mapping = {
+        "__table__": user.join(mail),
+        "id": column_property(user.c.id, mail.c.user_id),
+        "mail_id": mail.c.id,
+        "__mapper_args__": {"version_id_col": user.c.version},
+    }
+    return type("Mailed", (*mixins, base), mapping)
+
+
+def test_class_whose_key_is_not_that_of_the_row_with_its_version_is_refused(base):
+    with pytest.raises(ArgumentError, match="a row of user, which has the version, is not one instance"):
+        joined(base, (VersionedMixin,))
+
+
+@pytest.mark.parametrize("write", [save_with_version, delete_with_version])
+def test_save_of_a_class_whose_key_is_not_that_of_the_row_with_its_version_is_refused(base, engine, write):
+    """It has no mixin, so that it is not refused when it is mapped."""
+    mailed = joined(base, ())(text="old")
+    with stored(base, engine, mailed) as session:
+        mailed.text = "new"
+        with pytest.raises(ArgumentError, match="a row of user, which has the version, is not one instance"):
+            write(session, mailed)
+
+
+@pytest.mark.parametrize("kind", [String(40), Uuid, DateTime])
+def test_version_that_is_no_number_needs_a_generator(base, kind):
+    with pytest.raises(ArgumentError, match="version_id_generator"):
+
+        class Doc(VersionedMixin, base):
+            __tablename__ = "doc"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            version: Mapped[Any] = mapped_column(kind, nullable=False)
+
+
+def test_abstract_concrete_base_is_refused_and_each_of_its_classes_may_have_a_version(base, engine):
+    with pytest.raises(ArgumentError, match="each class below Refused"):
+
+        class Refused(VersionedMixin, AbstractConcreteBase, base):
+            pass
+
+    class Staff(AbstractConcreteBase, base):
+        pass
+
+    class Manager(VersionedMixin, Staff):
+        __tablename__ = "manager"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name: Mapped[str] = mapped_column(default="")
+        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "manager", "concrete": True}
+
+    base.registry.configure()
+    with stored(base, engine, manager := Manager()) as session:
+        seen = manager.version
+        manager.name = "new"
+        session.commit()
+        assert manager.version == seen + 1
 
 
 def test_constant_of_the_name_version_that_is_not_the_version_is_refused(base):

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from sqlalchemy import JSON, ForeignKey, String, text
+from sqlalchemy import JSON, ForeignKey, String, Uuid, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
 
 from sqla_dlock.versions import VersionedMixin
@@ -129,6 +129,17 @@ class Note(VersionedMixin, Base):
     title: Mapped[str] = mapped_column(String(80), default="")
     revision: Mapped[str] = mapped_column(String(32))
     __mapper_args__: ClassVar[Any] = {"version_id_col": revision, "version_id_generator": lambda _: uuid4().hex}
+
+
+class Letter(VersionedMixin, Base):
+    """The database keeps its version, and compares it, in another spelling than the class makes."""
+
+    __tablename__ = "letter"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    revision: Mapped[str] = mapped_column(Uuid(as_uuid=False))
+    __mapper_args__: ClassVar[Any] = {"version_id_col": revision, "version_id_generator": lambda _: uuid4().hex.upper()}
 
 
 class Named(VersionedMixin, Base):
