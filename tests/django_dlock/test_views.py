@@ -539,11 +539,25 @@ def test_set_rollback_rolls_back_then_releases(site, journal, name):
 
 
 @pytest.mark.parametrize("name", ["api", "above_api_view", "api_generic", "viewset", *list(INSIDE)[3:]])
-def test_refusal_of_rest_framework_rolls_back_as_atomic_requests_promises(make_default, journal, name):
-    make_default("default", atomic_requests=True)
-    assert Client().get(url(name), {"then": "refuse"}).status_code == 400
+def test_refusal_of_rest_framework_rolls_back_with_and_without_atomic_requests(site, journal, name):
+    assert site.get(url(name), {"then": "refuse"}).status_code == 400
     assert journal[2:] == ["work", "ROLLBACK", "released order:7"]
     assert not written()
+
+
+def test_refusal_of_rest_framework_rolls_back_every_database_that_locked_has_begun_on(make_default, use_database):
+    make_default("default", atomic_requests=True)
+    other = use_database("other")
+
+    @locked("order", pk, using=other)
+    @api_view(["GET"])
+    def view(request, pk):
+        Counter.objects.using(other).create(name="shipped")
+        return work(then="refuse")
+
+    assert view(RequestFactory().get("/"), pk=7).status_code == 400
+    assert not written()
+    assert not Counter.objects.using(other).exists()
 
 
 def test_name_of_the_argument_may_be_given_as_text(site, journal):
