@@ -62,6 +62,9 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     a key is one lock; with a text, declare the type: `pk.as_(int)`, `arg("order_id", int)`. A value that cannot be such
     a key raises NoSuchKey, which views answer with 404. Unconverted text from the URL causes one RuntimeWarning.
 
+    A `TemplateResponse`, as of every generic view, is rendered after the view and without the lock: read what it shows
+    in the view, as by `list(...)`, or return `response.render()`.
+
     Options are those of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the
     task's own decorator) and plain functions.
 
@@ -70,7 +73,8 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     are functions called by sync_to_async. The transaction is rolled back by an exception, and by the response that REST
     framework makes of one.
 
-    Raises TypeError for an argument that the function does not have, as early as that can be known.
+    Raises TypeError for an argument that the function does not have, as early as that can be known, and for an answer
+    that is still to be read: a generator, an iterator such as `map`, a queryset, or a REST framework response with one.
     """
     refuse_bare(kind, is_model=kind_of(kind) is not None)
     parts = (kind, *placeholders(arguments))

@@ -1010,6 +1010,51 @@ async def test_answer_of_an_async_function_that_would_run_after_the_lease_is_ref
     assert not is_held(store, "order:7")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: Counter.objects.filter(pk=7),
+        lambda: Counter.objects.values("name"),
+        lambda: Counter.objects.raw("SELECT 1"),
+        lambda: Response(Counter.objects.values("name")),
+        lambda: Response(work() for _ in "a"),
+        lambda: Response(map(work, "a")),
+    ],
+    ids=["query", "values", "raw", "response of a query", "response of a generator", "response of a map"],
+)
+def test_query_or_data_that_would_be_read_after_the_lease_is_refused(make_default, journal, answer):
+    make_default("default", atomic_requests=False)
+    with pytest.raises(TypeError, match=r"returned a .*, which runs after the call: return a list of it"):
+        locked("order", 7)(lambda: answer())()  # noqa: PLW0108 - as above
+    assert journal == ["acquired order:7", "BEGIN", "ROLLBACK", "released order:7"]
+    with pytest.raises(TypeError, match="after COMMIT"):
+        retry_on_conflict(lambda: answer())()  # noqa: PLW0108
+
+
+async def test_query_that_an_async_function_returns_would_be_read_after_the_lease_and_is_refused(make_default):
+    await sync_to_async(make_default)("default", False)
+
+    @locked("order", 7)
+    async def function():
+        return Counter.objects.all()
+
+    with pytest.raises(TypeError, match=r"returned a query, .*: return a list of it"):
+        await function()
+
+
+def test_query_that_was_read_under_the_lease_may_be_returned(make_default):
+    make_default("default", atomic_requests=False)
+
+    @locked("order", 7)
+    def function():
+        found = Counter.objects.all()
+        assert not found
+        return found
+
+    assert list(function()) == []
+    assert locked("order", 7)(lambda: Response(list(function())))().data == []
+
+
 def test_streaming_response_may_be_returned(make_default, journal):
     make_default("default", atomic_requests=False)
     response = locked("order", 7)(lambda: StreamingHttpResponse(said.append("sent") or b"a" for _ in "a"))()
