@@ -125,7 +125,7 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
-        find = finder(view, self.key.name)
+        find = finder(view, self.key.name, "@conditional")
 
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -24,11 +24,12 @@ from rest_framework.views import APIView
 from django_dlock import lock, locked, pk, retry_on_conflict
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.models import Fence
+from django_dlock.preconditions import conditional
 from django_dlock.tie import current
 from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
 from tests.leases import is_held
-from tests.testapp.models import Counter
+from tests.testapp.models import Article, Counter
 from tests.waiting import until
 
 LEASE_FIRST = ["acquired order:7", "BEGIN", "work", "COMMIT", "released order:7"]
@@ -887,6 +888,20 @@ def test_argument_that_a_call_does_not_have_is_named(make_default):
 
     with pytest.raises(TypeError, match="'order_id'"):
         view(None, pk=7)
+
+
+@pytest.mark.parametrize("decorate", [locked("order", pk), conditional(Article)])
+@pytest.mark.parametrize("apply", [lambda decorate: decorate, lambda d: method_decorator(d, name="dispatch")])
+def test_route_without_the_argument_of_its_class_is_named_with_what_to_do(make_default, decorate, apply):
+    make_default("default", atomic_requests=False)
+
+    @apply(decorate)
+    class Shelves(viewsets.ViewSet):
+        def list(self, request):
+            return Response([])
+
+    with pytest.raises(TypeError, match=r"Shelves\.dispatch was called without an argument 'pk'.* decorate those$"):
+        Shelves.as_view({"get": "list"})(RequestFactory().get("/"))
 
 
 @pytest.mark.parametrize("options", [{"ttl": 0}, {"wait": -1}, {"fence": "x"}, {"colour": "red"}])
