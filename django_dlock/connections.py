@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from django.db import connections
 from django.db.backends.signals import connection_created
+from django.db.transaction import set_rollback
 from django.dispatch import receiver
+from django.http.response import HttpResponseBase
 
 from django_dlock.tracker import ConnectionTracker, has_open_transaction, tracker_for
 
@@ -30,7 +32,10 @@ __all__ = [
     "listening_tracker",
     "open_transaction",
     "restore_on_rollback",
+    "roll_back_refusal",
 ]
+
+T = TypeVar("T")
 
 
 def initialized() -> dict[str, BaseDatabaseWrapper]:
@@ -112,3 +117,14 @@ def restore_on_rollback(instance: object, values: dict[str, object], *, using: s
     if transaction is not None:
         tracker_for(connections[using]).listen()  # savepoints may be rolled back by hand
         transaction.restore_on_rollback(instance, values)
+
+
+def roll_back_refusal(answer: T, *aliases: str) -> T:
+    """Return the answer of a view; roll back the innermost atomic blocks if REST framework made it of an exception.
+
+    REST framework itself does that only on databases with ATOMIC_REQUESTS.
+    """
+    if isinstance(answer, HttpResponseBase) and getattr(answer, "exception", False):
+        for alias in aliases:
+            set_rollback(True, using=alias)
+    return answer

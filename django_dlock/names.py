@@ -76,7 +76,7 @@ def _plain(parts: Sequence[Any]) -> Sequence[Any]:
     found = names.with_keys(parts, kind_of)
     for part in found:
         if isinstance(part, models.Model):  # Its text may change while the row stays the same.
-            kind = type(part).__name__
+            kind = part.__class__.__name__  # that of the instance in a lazy object
             raise TypeError(f"an instance cannot be part of a name: use its class and primary key, lock({kind}, key)")
     return found
 
@@ -139,7 +139,7 @@ def _key_of(model: type[models.Model], fields: Sequence[Any], value: Any) -> lis
         return [getattr(value, field.attname) for field in fields]
     if len(fields) == 1 and fields[0].remote_field and isinstance(value, fields[0].remote_field.model):
         return [getattr(value, fields[0].target_field.attname)]
-    raise TypeError(f"an instance of {type(value).__name__} cannot be a key of {model.__name__}")
+    raise TypeError(f"an instance of {value.__class__.__name__} cannot be a key of {model.__name__}")
 
 
 def _converted(field: Any, value: Any) -> Any:

@@ -16,6 +16,7 @@ from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
+from django_dlock.connections import roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
@@ -80,8 +81,9 @@ def conditional(
     """Decorate the view of one object: reads get an ETag and 304, changes need If-Match.
 
     A request that changes the object runs in a transaction in which the row is locked (on SQLite the transaction itself
-    is the lock), so everything that the view writes is based on the version in If-Match. A request that reads gets the
-    ETag from before the view ran. Works on function views, class-based views and their methods.
+    is the lock), so everything that the view writes is based on the version in If-Match. It is rolled back by an
+    exception, and by the response that REST framework makes of one. A request that reads gets the ETag from before the
+    view ran. Works on function views, class-based views and their methods.
 
     Args:
         model: the model of the object.
@@ -123,7 +125,7 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
-        find = finder(view, self.key.name)
+        find = finder(view, self.key.name, "@conditional")
 
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +138,7 @@ class _ConditionalView:
             alias = self.using or router.db_for_write(self.model)
             with transaction.atomic(using=alias):
                 self._is_known(request, value, _current_tag(self.model, value, self.variant, alias=alias, lock=True))
-                return view(*args, **kwargs)
+                return roll_back_refusal(view(*args, **kwargs), alias)
 
         return wrapper
 

@@ -9,8 +9,11 @@ from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
+from django_dlock.errors import StaleObject
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
+from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
+from dlock_core.observability.hooks import emit_conflict
 
 with needed_by("django_dlock.rest"):
     from rest_framework import serializers
@@ -176,7 +179,12 @@ class PreconditionMixin(_View):
 
 
 class VersionedSerializerMixin(_Serializer):
-    """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field."""
+    """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field.
+
+    A version among the data of a change has to be that of the instance, as if it were assigned to it; a change without
+    one is not compared. A new object gets a version of its own. In nested data and lists, where the serializer does not
+    know the instance, compare the versions yourself.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -184,7 +192,28 @@ class VersionedSerializerMixin(_Serializer):
 
     def get_fields(self) -> dict[str, Any]:
         """Return the fields, including the version."""
+        return {**super().get_fields(), self._dlock_version_name(): serializers.IntegerField(read_only=True)}
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Validate the data; raises StaleObject if they have another version than the instance."""
+        validated = super().to_internal_value(data)
+        name, instance = self._dlock_version_name(), self.instance
+        if name in data and isinstance(instance, Model) and not instance._state.adding:
+            sent, read = _version_in(data, name), read_version(instance)
+            if sent != read:
+                raise emit_conflict(StaleObject(instance, expected=sent, found=read))
+        return validated
+
+    def _dlock_version_name(self) -> str:
         model: Any = self.Meta.model
         require_version(model)
-        name = model._dlock_version.name
-        return {**super().get_fields(), name: serializers.IntegerField(read_only=True)}
+        name: str = model._dlock_version.name
+        return name
+
+
+def _version_in(data: Any, name: str) -> int:
+    try:
+        version: int = serializers.IntegerField().run_validation(data[name])
+    except serializers.ValidationError as error:
+        raise serializers.ValidationError({name: error.detail}) from None
+    return version

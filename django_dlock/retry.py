@@ -10,7 +10,13 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 
-from django_dlock.connections import for_each_connection, in_transaction, initialized, open_transaction
+from django_dlock.connections import (
+    for_each_connection,
+    in_transaction,
+    initialized,
+    open_transaction,
+    roll_back_refusal,
+)
 from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
 from dlock_core.late import runs_async
@@ -113,7 +119,7 @@ def _attempt_in_new_transaction(
             transactions.enter_context(transaction.atomic(using=alias, durable=True))
             if (open_one := open_transaction(connections[alias])) is not None:
                 _follow(alias, open_one)
-        answer = check_answer(function, function(*args, **kwargs))
+        answer = roll_back_refusal(check_answer(function, function(*args, **kwargs)), *aliases)
         for alias in aliases:  # before the first of them is committed
             _refuse_undone(alias)
         return answer

@@ -132,10 +132,12 @@ class VersionField(_BigIntegerField):
                 f"so nothing can be checked: read it together with them, only(…, {self.name!r}), or refresh them all"
             )
         if not isinstance(number, int):
-            state = f"is {number!r}" if self.attname in vars(instance) else "was deferred"
+            state = f"is {number!r:.80}" if self.attname in vars(instance) else "was deferred"
+            advice = "read the instance with its version, or call refresh_from_db()"
+            if number is not None:
+                advice = "a version is a number, so assign that of a text as int(text)"
             raise ValueError(  # noqa: TRY004 - the type is right, the value is missing
-                f"{row_name(type(instance), instance.pk)}: {self.name!r} {state}, so nothing can be checked: "
-                "read the instance with its version, or call refresh_from_db()"
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} {state}, so nothing can be checked: {advice}"
             )
         return number
 

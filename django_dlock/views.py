@@ -19,7 +19,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.http import HttpRequest
 
 from django_dlock.conf import stores
-from django_dlock.connections import in_transaction
+from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.locks import Lock, refuse_in_loop
 from django_dlock.names import kind_of
@@ -62,14 +62,19 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     a key is one lock; with a text, declare the type: `pk.as_(int)`, `arg("order_id", int)`. A value that cannot be such
     a key raises NoSuchKey, which views answer with 404. Unconverted text from the URL causes one RuntimeWarning.
 
+    A `TemplateResponse`, as of every generic view, is rendered after the view and without the lock: read what it shows
+    in the view, as by `list(...)`, or return `response.render()`.
+
     Options are those of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the
     task's own decorator) and plain functions.
 
     With the fence in the transaction, the default, it opens one on the lock's database (`using`, or that of the model)
     unless one is open, or the view is marked with non_atomic_requests. An async view runs without one: its transactions
-    are functions called by sync_to_async.
+    are functions called by sync_to_async. The transaction is rolled back by an exception, and by the response that REST
+    framework makes of one.
 
-    Raises TypeError for an argument that the function does not have, as early as that can be known.
+    Raises TypeError for an argument that the function does not have, as early as that can be known, and for an answer
+    that is still to be read: a generator, an iterator such as `map`, a queryset, or a REST framework response with one.
     """
     refuse_bare(kind, is_model=kind_of(kind) is not None)
     parts = (kind, *placeholders(arguments))
@@ -221,12 +226,13 @@ class _Plan(NamedTuple):
             if in_transaction(alias):
                 return function(*args, **kwargs)
             with transaction.atomic(using=alias):
-                return function(*args, **kwargs)
+                return roll_back_refusal(function(*args, **kwargs), alias)
         homes = [_home(lock) for lock in self.locks]
         for alias in sorted(connections, key=lambda alias: alias not in homes):  # the outermost is committed last
             if alias in self.aliases and not in_transaction(alias):
                 with transaction.atomic(using=alias):
-                    return self._replace(aliases=self.aliases - {alias}).carry_out(function, args, kwargs)
+                    inner = self._replace(aliases=self.aliases - {alias})
+                    return roll_back_refusal(inner.carry_out(function, args, kwargs), alias)
         if self.locks:
             with self.locks[0]:
                 return self._replace(locks=self.locks[1:]).carry_out(function, args, kwargs)

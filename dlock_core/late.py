@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools as it
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,14 @@ _LAZY: Final[tuple[type, ...]] = (
 the two apart."""
 _NOT_YET_RUN: Final = (*_LAZY, CoroutineType, GeneratorType, AsyncGeneratorType, *_MANAGERS)
 """What a call returns whose body has not run; a streaming response is none of them, because its author knows."""
+_QUERIES: Final = {
+    ("django.db.models.query", "QuerySet"),
+    ("django.db.models.query", "RawQuerySet"),
+    ("sqlalchemy.orm.query", "Query"),
+}
+"""Classes of queries that are sent when they are read; known by name, because no framework is imported for this."""
+_RENDERED_LATER: Final = ("rest_framework.response", "Response")
+"""A response that keeps its data, and reads them when it is rendered, after the view."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,15 @@ class LateWork:
 
     def refuse_answer(self, function: Any, answer: Any, if_coroutine: str) -> Any:
         """Return the answer of a call; raises TypeError, with advice, if the work is still to be done."""
-        kind = kind_of_late(answer)
+        is_response = _keeps_data(answer)
+        kind = kind_of_late(answer.data if is_response else answer)
         if not kind:
             return answer
-        advice = {"coroutine": if_coroutine, "lazy iterator": "return a list of it"}.get(kind, self.instead)
-        raise TypeError(f"{self.decorator}: {function!r} returned a {kind}, which runs after {self.end}: {advice}")
+        advice = {"coroutine": if_coroutine}.get(kind, self.instead)
+        if is_response or kind in ("lazy iterator", "query"):
+            advice = "return a list of it"
+        returned = f"Response with a {kind}" if is_response else kind
+        raise TypeError(f"{self.decorator}: {function!r} returned a {returned}, which runs after {self.end}: {advice}")
 
 
 def runs_later(function: Any) -> bool:
@@ -91,13 +103,28 @@ def runs_async(function: Any, is_marked: Callable[[Any], bool] = inspect.iscorou
 def kind_of_late(answer: Any) -> str:
     """Return what a call has made in place of running, such as "coroutine"; an empty text if the answer is a result."""
     if not isinstance(answer, _NOT_YET_RUN):
-        return ""
+        return "query" if _is_unread_query(answer) else ""
     if isinstance(answer, CoroutineType):
         answer.close()  # Python would warn that it was never awaited.
         return "coroutine"
     if isinstance(answer, _LAZY):
         return "lazy iterator"
     return "context manager" if isinstance(answer, _MANAGERS) else "generator"
+
+
+def _keeps_data(answer: Any) -> bool:
+    """Return whether it is a response whose data are read when it is rendered."""
+    return _RENDERED_LATER in _class_names(answer.__class__)
+
+
+def _is_unread_query(answer: Any) -> bool:
+    """Return whether it is a query that is sent when it is read; Django's keeps its rows, and is sent once."""
+    return not _QUERIES.isdisjoint(_class_names(answer.__class__)) and getattr(answer, "_result_cache", None) is None
+
+
+@lru_cache(maxsize=64)  # It is asked at every call of a decorated function, about few classes.
+def _class_names(kind: type) -> frozenset[tuple[str, str]]:
+    return frozenset((each.__module__, each.__name__) for each in kind.__mro__)
 
 
 def _bare(function: Any) -> Any:

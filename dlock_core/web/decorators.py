@@ -192,14 +192,14 @@ def _untyped(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> Ite
         converted -= 1
 
 
-def finder(function: Callable[..., Any], name: str) -> Read:
+def finder(function: Callable[..., Any], name: str, decorator: str = "@locked") -> Read:
     """Return a function that finds an argument in a call; raises TypeError if there cannot be such an argument."""
     root, *path = name.split(".")
     parameters = list(inspect.signature(_without_partial(function)).parameters.values())
     title = getattr(function, "__qualname__", repr(function))
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     if root not in names and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        raise TypeError(f"@locked: {title} has no argument {name!r}, only: {', '.join(names) or 'none'}")
+        raise TypeError(f"{decorator}: {title} has no argument {name!r}, only: {', '.join(names) or 'none'}")
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     position = positional.index(root) if root in positional else sys.maxsize
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
@@ -212,11 +212,21 @@ def finder(function: Callable[..., Any], name: str) -> Read:
         elif root in defaults:
             value = defaults[root]
         else:
-            known = ", ".join(kwargs) or "none"
-            raise TypeError(f"@locked: {title} was called without an argument {root!r}; its named arguments: {known}")
+            known, (called, advice) = ", ".join(kwargs) or "none", _of_call(function, title, args)
+            raise TypeError(
+                f"{decorator}: {called} was called without an argument {root!r}; its named arguments: {known}{advice}"
+            )
         return _follow(value, path) if path else value
 
     return find
+
+
+def _of_call(function: Callable[..., Any], title: str, args: tuple[Any, ...]) -> tuple[str, str]:
+    """Return what was called, for an error, and what to do: all routes of a view share the `dispatch` of its class."""
+    if getattr(function, "__name__", "") != "dispatch":
+        return title, ""
+    view = getattr(_without_partial(function), "__self__", args[0] if args else function)
+    return f"{type(view).__qualname__}.dispatch", ". If only some of its methods have it, decorate those"
 
 
 def _follow(value: Any, path: list[str]) -> Any:

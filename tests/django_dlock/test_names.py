@@ -122,6 +122,13 @@ def test_label_of_a_model_before_a_text_that_is_no_key_is_one_name_too():
     assert lock("other.Counter", "07").name == "other.Counter:07"
 
 
+def test_lazy_instance_that_is_no_key_is_named_by_its_class():
+    with pytest.raises(TypeError, match=r"lock\(Counter, key\)"):
+        lock(SimpleLazyObject(lambda: Counter(pk=7)))
+    with pytest.raises(TypeError, match="an instance of Counter cannot be a key of Article"):
+        lock(Article, SimpleLazyObject(lambda: Counter(pk=7)))
+
+
 def test_instance_as_key_is_its_primary_key():
     passport = Passport(pk=KEY)
     assert lock(Counter, Counter(pk=7)).name == "testapp.counter:7"

@@ -13,6 +13,8 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.generic import DetailView
+from rest_framework.exceptions import Throttled, ValidationError
+from rest_framework.views import APIView
 
 from django_dlock import arg
 from django_dlock.models import VersionField
@@ -260,6 +262,21 @@ def test_refusal_rolls_nothing_back_but_itself(article):
         article.save_with_version()
         assert put(f"/default/{article.pk}", '"old"').status_code == 412
         assert Article.objects.get().title == "inside"
+
+
+@pytest.mark.parametrize("error", [ValidationError("half done"), Http404(), Throttled()])
+def test_refusal_of_rest_framework_after_a_write_rolls_it_back(article, error):
+    @conditional(Article)
+    class Renames(APIView):
+        authentication_classes = ()
+
+        def put(self, request, pk):
+            Article.objects.filter(pk=pk).update(title="half done")
+            raise error
+
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    assert Renames.as_view()(request, pk=article.pk).status_code in {400, 404, 429}
+    assert Article.objects.get(pk=article.pk).title == "first"
 
 
 def test_refusal_of_atomic_requests_is_answered_too(article, monkeypatch):

@@ -16,7 +16,7 @@ from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
 from rest_framework.test import APIClient, APIRequestFactory
 
-from django_dlock.errors import PreconditionFailed, PreconditionRequired
+from django_dlock.errors import PreconditionFailed, PreconditionRequired, StaleObject
 from django_dlock.preconditions import etag_of
 from django_dlock.rest import PreconditionMixin, VersionedSerializerMixin
 from tests.testapp.models import Article, Counter, Draft
@@ -234,6 +234,69 @@ def test_version_is_shown_and_never_taken_from_the_client():
     sent = DraftSerializer(draft, data={"title": "y", "revision": 9})
     assert sent.is_valid()
     assert sent.validated_data == {"title": "y"}
+
+
+@pytest.fixture
+def plain_view(use_database):
+    """A view that shows the version, and needs no If-Match."""
+    use_database("default")
+
+    class Plain(generics.RetrieveUpdateAPIView):
+        queryset = Draft.objects.all()
+        serializer_class = DraftSerializer
+
+    return Plain.as_view()
+
+
+def send(view, method, draft, body, **headers):
+    request = getattr(APIRequestFactory(), method)("/", body, format="json", headers=headers)
+    return view(request, pk=draft.pk)
+
+
+@pytest.mark.parametrize("method", ["put", "patch"])
+def test_version_that_the_client_sends_has_to_be_that_of_the_object(plain_view, method):
+    draft = Draft.objects.create(title="first")
+    shown = plain_view(APIRequestFactory().get("/"), pk=draft.pk).data
+    changed = send(plain_view, method, draft, {**shown, "title": "theirs"})
+    assert changed.data == {"title": "theirs", "revision": 2}
+    with pytest.raises(StaleObject, match="at version 1: the row has version 2"):
+        send(plain_view, method, draft, {**shown, "title": "mine"})
+    assert Draft.objects.get().title == "theirs"
+    assert send(plain_view, method, draft, {"title": "whatever"}).status_code == 200
+
+
+@pytest.mark.parametrize("sent", ["x", None, [1], ""])
+def test_version_that_is_none_is_an_error_of_its_field(plain_view, sent):
+    draft = Draft.objects.create(title="first")
+    answer = send(plain_view, "patch", draft, {"title": "mine", "revision": sent})
+    assert (answer.status_code, list(answer.data)) == (400, ["revision"])
+    assert send(plain_view, "patch", draft, {"title": "mine", "revision": "1"}).status_code == 200
+
+
+def test_version_in_the_body_and_if_match_have_both_to_hold(use_database):
+    use_database("default")
+    draft, view = Draft.objects.create(title="first"), Lenient.as_view()
+    with pytest.raises(StaleObject):
+        send(view, "patch", draft, {"title": "mine", "revision": 7}, if_match=etag_of(draft))
+    assert send(view, "patch", draft, {"title": "mine"}, if_match=etag_of(draft)).status_code == 200
+
+
+def test_version_sent_for_a_new_object_is_ignored(use_database):
+    use_database("default")
+    sent = DraftSerializer(data={"title": "y", "revision": 9})
+    assert sent.is_valid()
+    assert sent.save().revision == 1
+
+
+def test_version_of_an_object_in_a_list_is_compared_where_the_list_knows_the_object(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    sent = DraftSerializer([draft], data=[{"title": "y", "revision": 9}], many=True)
+    assert sent.is_valid()
+    sent = DraftSerializer([draft], data=[{"title": "y", "revision": 9}], many=True)
+    sent.child.instance = draft
+    with pytest.raises(StaleObject):
+        sent.is_valid()
 
 
 def test_model_without_a_version_fails_loudly(use_database):

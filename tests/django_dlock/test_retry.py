@@ -14,8 +14,13 @@ from asgiref.sync import sync_to_async
 from django.db import DatabaseError, OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError, atomic, set_autocommit, set_rollback
 from django.http import HttpRequest, HttpResponse
-from django.test import Client, TestCase, override_settings
+from django.test import Client, RequestFactory, TestCase, override_settings
 from django.urls import path
+from django.utils.decorators import method_decorator
+from rest_framework.decorators import api_view
+from rest_framework.exceptions import ValidationError
+from rest_framework.response import Response
+from rest_framework.views import APIView
 
 from django_dlock.connections import in_transaction
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
@@ -503,6 +508,34 @@ def test_view_under_atomic_requests_is_told_what_to_do(use_database, monkeypatch
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     with pytest.raises(TransactionManagementError, match="non_atomic_requests"):
         Client().get("/")
+
+
+def test_refusal_of_rest_framework_rolls_back(database):
+    @retry_on_conflict(using=database)
+    @api_view(["POST"])
+    def view(request: Any) -> None:
+        add(database, "a")
+        raise ValidationError
+
+    assert view(RequestFactory().post("/")).status_code == 400
+    assert committed(database) == set()
+
+
+def test_conflict_in_a_view_of_rest_framework_is_tried_again(use_database):
+    use_database("default")
+    attempts = Attempts(stale())
+
+    class Counts(APIView):
+        authentication_classes = ()
+
+        @method_decorator(retry_on_conflict)
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            return super().dispatch(*args, **kwargs)
+
+        def post(self, request: Any) -> Response:
+            return Response(attempts.make())
+
+    assert Counts.as_view()(RequestFactory().post("/")).data == 2
 
 
 class InATestCase(TestCase):

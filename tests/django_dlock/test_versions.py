@@ -659,10 +659,12 @@ def test_deferred_version_is_refused_because_reading_it_now_would_make_the_check
     assert version(article) == 2
 
 
-@pytest.mark.parametrize("number", [None, "1", F("version") + 1])
-def test_version_that_is_no_number_is_refused(article, number):
+@pytest.mark.parametrize(
+    ("number", "advice"), [(None, "refresh_from_db"), ("1", r"int\(text\)"), (F("version") + 1, "is a number")]
+)
+def test_version_that_is_no_number_is_refused_and_the_error_says_what_to_do(article, number, advice):
     article.version = number
-    with pytest.raises(ValueError, match="nothing can be checked"):
+    with pytest.raises(ValueError, match=f"nothing can be checked: .*{advice}"):
         article.save_with_version()
     assert version(article) == 1
 

@@ -24,11 +24,12 @@ from rest_framework.views import APIView
 from django_dlock import lock, locked, pk, retry_on_conflict
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.models import Fence
+from django_dlock.preconditions import conditional
 from django_dlock.tie import current
 from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
 from tests.leases import is_held
-from tests.testapp.models import Counter
+from tests.testapp.models import Article, Counter
 from tests.waiting import until
 
 LEASE_FIRST = ["acquired order:7", "BEGIN", "work", "COMMIT", "released order:7"]
@@ -539,11 +540,25 @@ def test_set_rollback_rolls_back_then_releases(site, journal, name):
 
 
 @pytest.mark.parametrize("name", ["api", "above_api_view", "api_generic", "viewset", *list(INSIDE)[3:]])
-def test_refusal_of_rest_framework_rolls_back_as_atomic_requests_promises(make_default, journal, name):
-    make_default("default", atomic_requests=True)
-    assert Client().get(url(name), {"then": "refuse"}).status_code == 400
+def test_refusal_of_rest_framework_rolls_back_with_and_without_atomic_requests(site, journal, name):
+    assert site.get(url(name), {"then": "refuse"}).status_code == 400
     assert journal[2:] == ["work", "ROLLBACK", "released order:7"]
     assert not written()
+
+
+def test_refusal_of_rest_framework_rolls_back_every_database_that_locked_has_begun_on(make_default, use_database):
+    make_default("default", atomic_requests=True)
+    other = use_database("other")
+
+    @locked("order", pk, using=other)
+    @api_view(["GET"])
+    def view(request, pk):
+        Counter.objects.using(other).create(name="shipped")
+        return work(then="refuse")
+
+    assert view(RequestFactory().get("/"), pk=7).status_code == 400
+    assert not written()
+    assert not Counter.objects.using(other).exists()
 
 
 def test_name_of_the_argument_may_be_given_as_text(site, journal):
@@ -875,6 +890,20 @@ def test_argument_that_a_call_does_not_have_is_named(make_default):
         view(None, pk=7)
 
 
+@pytest.mark.parametrize("decorate", [locked("order", pk), conditional(Article)])
+@pytest.mark.parametrize("apply", [lambda decorate: decorate, lambda d: method_decorator(d, name="dispatch")])
+def test_route_without_the_argument_of_its_class_is_named_with_what_to_do(make_default, decorate, apply):
+    make_default("default", atomic_requests=False)
+
+    @apply(decorate)
+    class Shelves(viewsets.ViewSet):
+        def list(self, request):
+            return Response([])
+
+    with pytest.raises(TypeError, match=r"Shelves\.dispatch was called without an argument 'pk'.* decorate those$"):
+        Shelves.as_view({"get": "list"})(RequestFactory().get("/"))
+
+
 @pytest.mark.parametrize("options", [{"ttl": 0}, {"wait": -1}, {"fence": "x"}, {"colour": "red"}])
 def test_wrong_option_is_refused_at_import(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):
@@ -994,6 +1023,51 @@ async def test_answer_of_an_async_function_that_would_run_after_the_lease_is_ref
         with pytest.raises(TypeError, match=r"after (the call|COMMIT)"):
             await decorate(function)()
     assert not is_held(store, "order:7")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: Counter.objects.filter(pk=7),
+        lambda: Counter.objects.values("name"),
+        lambda: Counter.objects.raw("SELECT 1"),
+        lambda: Response(Counter.objects.values("name")),
+        lambda: Response(work() for _ in "a"),
+        lambda: Response(map(work, "a")),
+    ],
+    ids=["query", "values", "raw", "response of a query", "response of a generator", "response of a map"],
+)
+def test_query_or_data_that_would_be_read_after_the_lease_is_refused(make_default, journal, answer):
+    make_default("default", atomic_requests=False)
+    with pytest.raises(TypeError, match=r"returned a .*, which runs after the call: return a list of it"):
+        locked("order", 7)(lambda: answer())()  # noqa: PLW0108 - as above
+    assert journal == ["acquired order:7", "BEGIN", "ROLLBACK", "released order:7"]
+    with pytest.raises(TypeError, match="after COMMIT"):
+        retry_on_conflict(lambda: answer())()  # noqa: PLW0108
+
+
+async def test_query_that_an_async_function_returns_would_be_read_after_the_lease_and_is_refused(make_default):
+    await sync_to_async(make_default)("default", False)
+
+    @locked("order", 7)
+    async def function():
+        return Counter.objects.all()
+
+    with pytest.raises(TypeError, match=r"returned a query, .*: return a list of it"):
+        await function()
+
+
+def test_query_that_was_read_under_the_lease_may_be_returned(make_default):
+    make_default("default", atomic_requests=False)
+
+    @locked("order", 7)
+    def function():
+        found = Counter.objects.all()
+        assert not found
+        return found
+
+    assert list(function()) == []
+    assert locked("order", 7)(lambda: Response(list(function())))().data == []
 
 
 def test_streaming_response_may_be_returned(make_default, journal):

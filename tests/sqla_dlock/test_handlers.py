@@ -23,7 +23,7 @@ from celery import Celery
 from celery import Task as CeleryTask
 from fastapi import Depends, FastAPI
 from flask import Flask
-from sqlalchemy import event, select
+from sqlalchemy import event, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from starlette.applications import Starlette
@@ -1064,6 +1064,13 @@ async def test_answer_of_an_async_function_that_would_run_after_the_lease_is_ref
     with pytest.raises(TypeError, match="after the call"):
         await locked("order", 42)(function)(async_session)
     assert not is_held()
+
+
+def test_query_that_would_run_after_the_lease_is_refused(session, is_held):
+    with pytest.raises(TypeError, match="returned a query, which runs after the call: return a list of it"):
+        locked("order", 42)(lambda db: db.query(literal(1)))(session)
+    assert not is_held()
+    assert locked("order", 42)(lambda db: db.query(literal(1)).all())(session) == [(1,)]
 
 
 def test_coroutine_behind_a_blocking_function_is_refused(session):
