@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import CTE, Delete, Insert, SelectBase, Update
+from sqlalchemy import CTE, ColumnElement, Delete, Insert, SelectBase, Update
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
@@ -23,6 +23,7 @@ __all__ = [
     "places",
     "plain",
     "set_values",
+    "upsert_conditions",
     "upserted_values",
     "without_alias",
     "without_lambda",
@@ -67,11 +68,23 @@ def is_replace(statement: Any) -> bool:
 
 def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:
     """Yield what each such clause of a statement sets, by the keys of the columns, also in its CTEs."""
+    for _, values in _upserts(statement):
+        # MySQL's clause keeps attributes as they are given, whose names may differ from those of their columns.
+        yield {coercions.expect_as_key(roles.DMLColumnRole, each): value for each, value in dict(values).items()}
+
+
+def upsert_conditions(statement: Any) -> Iterator[Any]:
+    """Yield the condition of each such clause on the row that is there."""
+    for clause, _ in _upserts(statement):
+        if (condition := getattr(clause, "update_whereclause", None)) is not None:
+            yield condition
+
+
+def _upserts(statement: Any) -> Iterator[tuple[Any, Any]]:
     for clause in visitors.iterate(statement):
         values: Any = getattr(clause, _CLAUSES.get(clause.__visit_name__, ""), None)
         if values is not None:
-            # MySQL's clause keeps attributes as they are given, whose names may differ from those of their columns.
-            yield {coercions.expect_as_key(roles.DMLColumnRole, each): value for each, value in dict(values).items()}
+            yield clause, values
 
 
 def writes_in_ctes(context: Any) -> Iterator[Any]:
@@ -130,7 +143,7 @@ def _tables(statement: Any) -> Sequence[Any]:
 def places(
     clause: Any, column: Any, *, is_nested: bool = False, seen: dict[tuple[int, bool], Any] | None = None
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield each table or alias whose column a clause names, and whether it is named in a subquery.
+    """Yield each table, alias or subquery by which a clause names a column, and whether it does so in a subquery.
 
     `seen`: what was looked into before: each column of a subquery leads to the whole of it once more.
     """
@@ -139,7 +152,8 @@ def places(
         return
     seen[id(clause), is_nested] = clause  # Kept, so that no other clause gets its id.
     table = getattr(clause, "table", None)
-    if table is not None and without_alias(table) == column.table and clause.key == column.key:
+    # The columns of a whole table or class that a subquery selects are no parts of it: only their lineage tells.
+    if table is not None and isinstance(clause, ColumnElement) and clause.shares_lineage(column):
         yield table, is_nested
     is_nested = is_nested or isinstance(clause, SelectBase)
     for child in (*clause.get_children(), *([] if table is None else [without_alias(table)])):

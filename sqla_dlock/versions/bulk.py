@@ -35,6 +35,7 @@ from sqla_dlock.statements import (
     places,
     plain,
     set_values,
+    upsert_conditions,
     upserted_values,
     without_alias,
     without_lambda,
@@ -169,11 +170,17 @@ def _refuse_blind_comparison(statement: Any, mapper: Mapper[Any] | None) -> None
     table or an alias, nor what a subquery has found.
     """
     write = plain(statement)
-    if mapper is None or not _is_versioned(mapper) or not isinstance(write, Update | Delete):
+    if mapper is None or not _is_versioned(mapper):
         return
     version = version_column(mapper)
-    conditions: Any = write._where_criteria  # noqa: SLF001 - nothing public
-    if any(is_nested or table != write.table for each in conditions for table, is_nested in places(each, version)):
+    if isinstance(write, Insert):  # Outside of a subquery, the condition of an upsert can only name its two rows.
+        is_blind = any(is_nested for each in upsert_conditions(write) for _, is_nested in places(each, version))
+    else:
+        conditions: Any = write._where_criteria  # noqa: SLF001 - nothing public
+        is_blind = any(
+            is_nested or table != write.table for each in conditions for table, is_nested in places(each, version)
+        )
+    if is_blind:
         name = f"{mapper.class_.__name__}.{version_key(mapper)}"
         raise NotSupported(
             f"{name} in a subquery, an alias or the table of a parent would not be compared again after a wait for a "

@@ -505,6 +505,8 @@ def test_update_statement_may_count_the_version_itself(session, orders):
 
 OTHER = aliased(Order)
 SEEN = select(Order.id).where(Order.version == 3)
+WHOLE = select(Order).subquery()
+ALIAS_OF_WHOLE = aliased(Order, select(Order).cte())
 COMPARED_ELSEWHERE = {
     "update, subquery": update(Order).where(Order.id.in_(SEEN)).values(title="b", version=Order.version + 1),
     "update, nested": update(Order).where(exists().where(Line.id.in_(SEEN))).values(version=Order.version + 1),
@@ -513,6 +515,23 @@ COMPARED_ELSEWHERE = {
     "delete, from a subquery": delete(Order).where(Order.id == SEEN.subquery().c.id),
     "delete, alias": delete(Order).where(Order.id == OTHER.id, OTHER.version == 3),
     "delete, other name": delete(Code).where(exists(select(Code.kind).where(Code.version == 3))),
+    "delete, whole rows": delete(Order).where(Order.id == WHOLE.c.id, WHOLE.c.version == 3),
+    "delete, whole rows in a subquery": delete(Order).where(
+        Order.id.in_(select(WHOLE.c.id).where(WHOLE.c.version == 3))
+    ),
+    "delete, whole rows of an alias": delete(Order).where(Order.id == ALIAS_OF_WHOLE.id, ALIAS_OF_WHOLE.version == 3),
+    "delete, whole rows of the table": delete(Order).where(
+        exists().where((of_table := select(Order.__table__).subquery()).c.id == Order.id, of_table.c.version == 3)
+    ),
+    "delete, whole rows twice": delete(Order).where(
+        exists(select(twice := select(WHOLE).cte()).where(twice.c.version == 3))
+    ),
+    "delete, whole rows, other name": delete(Code).where(
+        exists((codes := select(Code).subquery()).select().where(codes.c.row_version == 3))
+    ),
+    "update, whole rows": update(Order)
+    .where(Order.id == WHOLE.c.id, WHOLE.c.version == 3)
+    .values(version=Order.version + 1),
     "delete, table of the parent": delete(Shop).where(Shop.id == 1, Shop.version == 3),
 }
 
@@ -534,7 +553,8 @@ def test_version_is_compared_beside_subqueries_that_do_not_name_it(session, orde
         pytest.skip("MySQL reads no table in a subquery that the statement writes")
     first, second, *_ = orders
     others = select(Order.id).where(Order.title == "a")
-    is_seen = (Order.id.in_(others), exists(select(Order).where(Order.reads == 0)), Order.version == first.version)
+    unread = exists(select(Order).where(Order.reads == 0)), exists(select(WHOLE.c.id).where(WHOLE.c.reads == 0))
+    is_seen = (Order.id.in_(others), *unread, Order.version == first.version)
     assert session.execute(update(Order).where(*is_seen).values(title="a")).rowcount == 1
     assert session.execute(update(Order).where(*is_seen).values(title="b")).rowcount == 0
     assert session.execute(delete(Order).where(*is_seen)).rowcount == 0
@@ -1200,6 +1220,27 @@ def test_upsert_may_name_the_version_by_its_attribute_or_its_column(session, key
     assert rows(session, Code.title, Code.version) == [("new", 2)]
     with pytest.raises(NotSupported, match="has to count its version up itself"):
         session.execute(upsert(session, {key: 7}))
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_upsert_compares_the_version_of_its_own_row_but_not_in_a_subquery(session, on):
+    made(session, Code(kind="a", code="x"))
+    executor = session.connection() if on == "connection" else session
+
+    def write(where: Any) -> None:
+        values = {"title": "new", "row_version": Code.version + 1}
+        dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+        insertion = dialect.insert(Code).values(kind="a", code="x")
+        executor.execute(insertion.on_conflict_do_update(index_elements=["kind", "code"], set_=values, where=where))
+
+    codes = select(Code).subquery()
+    with pytest.raises(NotSupported, match="would not be compared again"):
+        write(exists(select(codes.c.kind).where(codes.c.row_version == 1)))
+    write(Code.version == 7)
+    assert rows(session, Code.title, Code.version) == [("", 1)]
+    write(Code.version == 1)
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
