@@ -19,6 +19,7 @@ __all__ = [
     "inserted_columns",
     "is_on_class",
     "is_replace",
+    "joined_by_values",
     "other_mappers",
     "places",
     "plain",
@@ -52,6 +53,12 @@ def set_values(statement: Any) -> dict[Any, Any]:
     """Return what `values()` or `ordered_values()` of an UPDATE set, by columns, or by names that are no attributes."""
     ordered = getattr(statement, "_ordered_values", None)  # before SQLAlchemy 2.1
     return dict(statement._values or ordered or ())  # noqa: SLF001 - nothing public tells what a statement sets
+
+
+def joined_by_values(statement: Any) -> Iterator[Any]:
+    """Yield each table, alias or subquery that the values of an UPDATE name, except in scalar subqueries."""
+    for value in set_values(statement).values():
+        yield from getattr(value, "_from_objects", ())
 
 
 def inserted_columns(statement: Any) -> Iterator[Any]:

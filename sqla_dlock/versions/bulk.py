@@ -31,6 +31,7 @@ from sqla_dlock.statements import (
     inserted_columns,
     is_on_class,
     is_replace,
+    joined_by_values,
     other_mappers,
     places,
     plain,
@@ -49,7 +50,7 @@ from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchroni
 from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
@@ -172,20 +173,24 @@ def _refuse_blind_comparison(statement: Any, mapper: Mapper[Any] | None) -> None
     write = plain(statement)
     if mapper is None or not _is_versioned(mapper):
         return
-    version = version_column(mapper)
-    if isinstance(write, Insert):  # Outside of a subquery, the condition of an upsert can only name its two rows.
-        is_blind = any(is_nested for each in upsert_conditions(write) for _, is_nested in places(each, version))
-    else:
-        conditions: Any = write._where_criteria  # noqa: SLF001 - nothing public
-        is_blind = any(
-            is_nested or table != write.table for each in conditions for table, is_nested in places(each, version)
-        )
-    if is_blind:
+    if any(_blind_places(write, version_column(mapper))):
         name = f"{mapper.class_.__name__}.{version_key(mapper)}"
         raise NotSupported(
             f"{name} in a subquery, an alias or the table of a parent would not be compared again after a wait for a "
             f"row: compare {name} in where(...) itself, or read the rows and save or delete them one by one"
         )
+
+
+def _blind_places(write: Any, version: Any) -> Iterator[bool]:
+    """Yield, for each place where a condition of a statement names a version, whether it is none in the row itself."""
+    if isinstance(write, Insert):  # Outside of a subquery, the condition of an upsert can only name its two rows.
+        yield from (is_nested for each in upsert_conditions(write) for _, is_nested in places(each, version))
+        return
+    for condition in write._where_criteria:  # noqa: SLF001 - nothing public
+        yield from (is_nested or table != write.table for table, is_nested in places(condition, version))
+    # What SET names of another table is no condition; but a subquery that it joins to the rows has conditions.
+    for joined in joined_by_values(write) if isinstance(write, Update) else ():
+        yield from (is_nested for _, is_nested in places(joined, version))
 
 
 def _is_versioned(mapper: Mapper[Any]) -> bool:

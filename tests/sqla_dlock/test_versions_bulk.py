@@ -504,6 +504,7 @@ def test_update_statement_may_count_the_version_itself(session, orders):
 
 
 OTHER = aliased(Order)
+JOINED = select(literal("b").label("title")).where(Order.id == 1, Order.version == 3)
 SEEN = select(Order.id).where(Order.version == 3)
 WHOLE = select(Order).subquery()
 ALIAS_OF_WHOLE = aliased(Order, select(Order).cte())
@@ -532,6 +533,13 @@ COMPARED_ELSEWHERE = {
     "update, whole rows": update(Order)
     .where(Order.id == WHOLE.c.id, WHOLE.c.version == 3)
     .values(version=Order.version + 1),
+    "update, joined by SET": update(Order).values(title=JOINED.subquery().c.title, version=Order.version + 1),
+    "update, joined by SET in order": update(Order).ordered_values(
+        (Order.title, "b" + JOINED.cte().c.title), (Order.version, Order.version + 1)
+    ),
+    "update, joined by SET as an alias": update(Order).values(
+        title=aliased(Order, select(Order).where(Order.version == 3).subquery()).title, version=Order.version + 1
+    ),
     "delete, table of the parent": delete(Shop).where(Shop.id == 1, Shop.version == 3),
 }
 
@@ -559,6 +567,16 @@ def test_version_is_compared_beside_subqueries_that_do_not_name_it(session, orde
     assert session.execute(update(Order).where(*is_seen).values(title="b")).rowcount == 0
     assert session.execute(delete(Order).where(*is_seen)).rowcount == 0
     assert session.execute(delete(Order).where(Order.id == second.id, Order.version == second.version)).rowcount == 1
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_value_that_names_a_version_elsewhere_compares_nothing(session, orders):
+    latest = select(func.max(OTHER.version)).scalar_subquery()
+    of_one = update(Order).where(Order.id == orders[0].id)
+    session.execute(of_one.values(reads=latest + 4))
+    for whole in (OTHER, WHOLE.c):
+        session.execute(of_one.where(whole.id == Order.id + 1).values(reads=Order.reads + whole.version))
+    assert rows(session, Order.title, Order.reads, Order.version)[0] == ("a", 7, 4)
 
 
 @pytest.mark.parametrize(
