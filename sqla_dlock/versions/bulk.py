@@ -1,6 +1,7 @@
 """ORM statements that write many rows of a versioned class: each increments the version, or is refused.
 
-Statements on the table that name no attribute of the class, raw SQL and `session.bulk_insert_mappings` are not covered.
+Statements on the table that name no attribute of the class, except upserts, raw SQL and `session.bulk_insert_mappings`
+are not covered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
-from sqlalchemy.util import LRUCache, immutabledict
+from sqlalchemy.util import immutabledict
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import (
@@ -43,7 +44,7 @@ from sqla_dlock.statements import (
     writes_in_ctes,
     written_mapper,
 )
-from sqla_dlock.versions.aggregates import may_be_counted, refuse_child_writes
+from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
@@ -103,8 +104,8 @@ def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: 
     statement = plain(statement)
     if not isinstance(statement, Update | Insert | Delete) or COUNTED in options or not _may_be_counted(statement):
         return
-    # A flush writes tables, and has a cache for each class. A program may set that option, too: to None or a dict.
-    if is_on_class(statement) or not isinstance(options.get("compiled_cache"), LRUCache):
+    # A flush writes tables, with a cache of its own. A program may set that option, too.
+    if is_on_class(statement) or not is_of_flush(statement.table, options.get("compiled_cache")):
         _refuse_uncounted(statement, "on a Connection", [*many, params])
 
 
@@ -139,9 +140,21 @@ def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
     """Return the versioned class that a statement writes, if any; refuse what no count could make sound."""
     mapper = written_mapper(statement)
     refuse_child_writes(statement, mapper)
+    mapper = mapper or _overwritten_class(statement)
     _refuse_alias_and_other_classes(statement, mapper)
     _refuse_blind_comparison(statement, mapper)
     return mapper if mapper is not None and _is_versioned(mapper) else None
+
+
+def _overwritten_class(statement: Any) -> Mapper[Any] | None:
+    """Return the versioned class of which an INSERT on the table overwrites rows, although it names no attribute.
+
+    Of attributes among the `index_elements`, SQLAlchemy keeps only the columns, so that all upserts have to count.
+    """
+    insert = plain(statement)
+    if isinstance(insert, Insert) and (is_replace(insert) or any(upserted_values(insert))):
+        return versioned_class(insert.table)
+    return None
 
 
 def _refuse_alias_and_other_classes(statement: Any, own: Mapper[Any] | None) -> None:
@@ -338,7 +351,8 @@ def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
 
     From others SQLAlchemy drops the version, as it does for an instance that is added.
     """
-    if not execution.is_from_statement and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
+    is_of_orm = bool(plain(execution.statement)._propagate_attrs)  # noqa: SLF001 - on a table, it may be plain Core
+    if is_of_orm and not execution.is_from_statement and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
         return []
     rows: Any = execution.parameters or []
     return [rows] if isinstance(rows, dict) else rows
@@ -363,8 +377,9 @@ def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> 
     for values in upserted_values(statement):
         writer = f"an upsert of {name}"
         version = _countable_version(statement, mapper, writer)
+        # Of the child of an aggregate, an attribute would be refused in a statement on the table.
+        counted = f"{name}.{version_key(mapper) if is_on_class(statement) else f'__table__.c.{version.key}'}"
         if not _counts([values[version.key]] if version.key in values else [], mapper, writer):
             raise NotSupported(
-                f"{writer} has to count its version up itself, by "
-                f"set_={{..., {version.key!r}: {name}.{version_key(mapper)} + 1}}"
+                f"{writer} has to count its version up itself, by set_={{..., {version.key!r}: {counted} + 1}}"
             )

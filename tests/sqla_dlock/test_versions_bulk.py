@@ -47,6 +47,7 @@ from sqlalchemy.orm import (
     relationship,
 )
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.util import LRUCache
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import places
@@ -797,6 +798,11 @@ IN_CTES: Final = {
     "lambda": lambda changed: lambda_stmt(lambda: select(changed.cte())),
     "lambda_where": lambda changed: select(Order).where(lambda: Order.id.in_(select(changed.cte()))),
     "update": lambda changed: update(Person).where(Person.id.in_(select(changed.cte()))).values(name="b"),
+    "update_joined": lambda changed: update(Person).where(Person.id == changed.cte().c.id).values(name="b"),
+    "delete_joined": lambda changed: delete(Person).where(Person.id == changed.cte().c.id),
+    "insert_rows": lambda changed: insert(Person).values(
+        [{"name": select(cast(changed.cte().c.id, String)).scalar_subquery()}]
+    ),
     "delete": lambda changed: delete(Person).where(Person.id.in_(select(changed.cte()))),
     "insert": lambda changed: insert(Person).from_select(["name"], select(cast(changed.cte().c.id, String))),
     "from_statement": lambda changed: select(Order).from_statement(
@@ -863,6 +869,7 @@ ON_TABLE: Final = {
     "key": lambda table: update(table).where(table.c.title == "a").values({Order.reads: 5}),
     "value": lambda table: update(table).where(table.c.title == "a").values(reads=Order.reads + 5),
     "top": lambda table: update(table).where(Order.title == "a").values(reads=5),
+    "joined": lambda table: update(table).where(table.c.id == WHOLE.c.id).values(reads=5),
 }
 
 
@@ -880,7 +887,9 @@ def test_update_of_a_table_that_names_an_attribute_anywhere_counts(session, orde
         session.commit()
 
 
-@pytest.mark.parametrize("make", ON_TABLE.values(), ids=ON_TABLE)
+@pytest.mark.parametrize(
+    "make", [*ON_TABLE.values(), lambda table: update(table).values(reads=WHOLE.c.reads + 5)], ids=[*ON_TABLE, "set"]
+)
 def test_update_of_a_table_that_names_an_attribute_anywhere_has_to_count_on_a_connection(session, orders, make):
     with pytest.raises(NotSupported, match="on a Connection has to count its version up itself"):
         session.connection().execute(make(Order.__table__))
@@ -952,7 +961,7 @@ def test_update_of_the_parents_table_that_names_a_joined_subclass_counts_the_ver
     assert rows(session, Shop.owner, Shop.name, Shop.version) == [("a", "new", 2), ("b", "", 1)]
 
 
-@pytest.mark.parametrize("cache", [None, {}], ids=["none", "own"])
+@pytest.mark.parametrize("cache", [None, {}, LRUCache(100)], ids=["none", "own", "like_a_flush"])
 def test_cache_of_statements_that_the_program_sets_switches_no_check_off(session, orders, cache):
     connection = session.connection(execution_options={"compiled_cache": cache})
     with pytest.raises(NotSupported, match="has to count its version up itself"):
@@ -1259,6 +1268,87 @@ def test_upsert_compares_the_version_of_its_own_row_but_not_in_a_subquery(sessio
     assert rows(session, Code.title, Code.version) == [("", 1)]
     write(Code.version == 1)
     assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+GIVEN_ROW: Final = {"kind": "a", "code": "x", "title": "new"}
+
+
+def upsert_on_table(session: Session, values: Any, rows: Any = GIVEN_ROW) -> Any:
+    """Return an upsert of the table that does not tell the class: of index_elements SQLAlchemy keeps the columns."""
+    name, table = session.get_bind().dialect.name, Code.__table__
+    if name == DIALECT:
+        return mysql.insert(table).values(rows).on_duplicate_key_update(values)
+    statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(table).values(rows)
+    return statement.on_conflict_do_update(index_elements=[Code.kind, Code.code], set_=values)
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_upsert_of_the_table_of_a_class_has_to_count_too(session, on):
+    made(session, Code(kind="a", code="x"))
+    executor = session.connection() if on == "connection" else session
+    given = given_to(session)
+    for values in ({"title": "new"}, {"title": given.title, "row_version": given.row_version}):
+        for several in ({}, {"rows": [{"kind": "a", "code": "x"}]}):
+            with pytest.raises(
+                NotSupported, match=r"an upsert of Code has to count .*Code\.__table__\.c\.row_version \+ 1"
+            ):
+                executor.execute(upsert_on_table(session, values, **several))
+    counted = upsert_on_table(session, {"title": "new", "row_version": Code.__table__.c.row_version + 1})
+    with pytest.raises(NotSupported, match="cannot set 'version'"):
+        executor.execute(counted.values(row_version=5))
+    executor.execute(counted)
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_version_among_the_parameters_of_an_upsert_of_the_table_is_refused(session, on):
+    executor = session.connection() if on == "connection" else session
+    counted = upsert_on_table(session, {"row_version": Code.__table__.c.row_version + 1}, rows={})
+    with pytest.raises(NotSupported, match="cannot set 'version'"):
+        executor.execute(counted, [{"kind": "a", "code": "x", "row_version": 5}])
+
+
+def test_upsert_of_the_table_of_a_joined_subclass_is_refused_and_one_of_a_parent_without_versions_is_not(session):
+    name = session.get_bind().dialect.name
+
+    def upsert_row(table: Any, **values: Any) -> Any:
+        if name == DIALECT:
+            return mysql.insert(table).values(id=1).on_duplicate_key_update(values)
+        statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(table).values(id=1)
+        return statement.on_conflict_do_update(index_elements=["id"], set_=values)
+
+    with pytest.raises(NotSupported, match="which is in the table place: update the rows one by one"):
+        session.execute(upsert_row(Shop.__table__, owner="b"))
+    session.execute(upsert_row(Person.__table__, name="b"))
+    assert session.scalar(select(func.count(Person.id))) == 1
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_upsert_of_the_table_of_a_child_counts_the_version_of_the_child(session, basket):
+    table = Line.__table__
+    statement = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name].insert(table).values(id=1)
+    with pytest.raises(NotSupported, match=r"Line\.__table__\.c\.version \+ 1"):
+        session.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"amount": 5}))
+    counted = {"amount": 5, "version": table.c.version + 1}
+    session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=counted))
+    assert rows(session, Line.id, Line.amount, Line.version)[0] == (1, 5, 2)
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_insert_or_replace_of_the_table_is_refused_too(session, on):
+    executor = session.connection() if on == "connection" else session
+    with pytest.raises(NotSupported, match="REPLACE of Code"):
+        executor.execute(insert(Code.__table__).prefix_with("OR REPLACE").values(kind="a", code="x"))
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_attribute_among_the_rows_of_an_insert_of_a_table_names_the_class(session, on):
+    executor = session.connection() if on == "connection" else session
+    with pytest.raises(NotSupported, match=r"insert\(Order\) cannot set 'version'"):
+        executor.execute(insert(Order.__table__).values([{Order.id: 90, Order.version: 5}]))
+    executor.execute(insert(Order.__table__).values([{"id": 90, "version": 5}]))
+    assert rows(session, Order.id, Order.version) == [(90, 5)]
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
