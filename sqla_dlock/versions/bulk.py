@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import (
     BinaryExpression,
     BindParameter,
+    ColumnClause,
     ColumnElement,
     Delete,
     Engine,
@@ -294,9 +295,15 @@ def _is_increment(value: Any, version: Any) -> bool:
     if not isinstance(value, BinaryExpression) or value.operator is not add:
         return False
     sides = (value.left, value.right)
-    # A parameter with a name may be given another number when the statement is executed.
-    numbers = [each.value for each in sides if isinstance(each, BindParameter) and each.unique]
-    return version in set(sides) and any(isinstance(number, int) and number > 0 for number in numbers)
+    return version in set(sides) and any(isinstance(number := _number(each), int) and number > 0 for each in sides)
+
+
+def _number(value: Any) -> Any:
+    """Return the number that an expression is, unless a parameter may replace it when the statement is executed."""
+    if isinstance(value, BindParameter):
+        return value.value if value.unique else None
+    is_digits = isinstance(value, ColumnClause) and value.is_literal and value.name.isdecimal()
+    return int(value.name) if is_digits else None
 
 
 def _refuse_version_parameter(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
