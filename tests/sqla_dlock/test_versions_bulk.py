@@ -1345,13 +1345,14 @@ def test_upsert_of_the_table_of_a_joined_subclass_is_refused_and_one_of_a_parent
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
 def test_upsert_of_the_table_of_a_child_counts_the_version_of_the_child(session, basket):
-    table = Line.__table__
-    statement = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name].insert(table).values(id=1)
+    table, key = Line.__table__, basket.lines[0].id
+    dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+    statement = dialect.insert(table).values(id=key)
     with pytest.raises(NotSupported, match=r"Line\.__table__\.c\.version \+ 1"):
         session.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"amount": 5}))
     counted = {"amount": 5, "version": table.c.version + 1}
     session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=counted))
-    assert rows(session, Line.id, Line.amount, Line.version)[0] == (1, 5, 2)
+    assert rows(session, Line.id, Line.amount, Line.version)[0] == (key, 5, 2)
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
