@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import CTE, Delete, Insert, SelectBase, Update
+from sqlalchemy import CTE, ColumnElement, Delete, Insert, SelectBase, Update
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
@@ -19,10 +20,12 @@ __all__ = [
     "inserted_columns",
     "is_on_class",
     "is_replace",
+    "joined_by_values",
     "other_mappers",
     "places",
     "plain",
     "set_values",
+    "upsert_conditions",
     "upserted_values",
     "without_alias",
     "without_lambda",
@@ -53,6 +56,12 @@ def set_values(statement: Any) -> dict[Any, Any]:
     return dict(statement._values or ordered or ())  # noqa: SLF001 - nothing public tells what a statement sets
 
 
+def joined_by_values(statement: Any) -> Iterator[Any]:
+    """Yield each table, alias or subquery that the values of an UPDATE name, except in scalar subqueries."""
+    for value in set_values(statement).values():
+        yield from getattr(value, "_from_objects", ())
+
+
 def inserted_columns(statement: Any) -> Iterator[Any]:
     """Yield the columns, or their names, that `values()` or `from_select()` of an INSERT set."""
     yield from statement._values or statement._select_names or ()  # noqa: SLF001 - nothing public tells
@@ -66,12 +75,25 @@ def is_replace(statement: Any) -> bool:
 
 
 def upserted_values(statement: Any) -> Iterator[dict[str, Any]]:
-    """Yield what each such clause of a statement sets, by the keys of the columns, also in its CTEs."""
-    for clause in visitors.iterate(statement):
+    """Yield what each such clause of an INSERT sets, by the keys of the columns."""
+    for _, values in _upserts(statement):
+        # MySQL's clause keeps attributes as they are given, whose names may differ from those of their columns.
+        yield {coercions.expect_as_key(roles.DMLColumnRole, each): value for each, value in dict(values).items()}
+
+
+def upsert_conditions(statement: Any) -> Iterator[Any]:
+    """Yield the condition of each such clause on the row that is there."""
+    for clause, _ in _upserts(statement):
+        if (condition := getattr(clause, "update_whereclause", None)) is not None:
+            yield condition
+
+
+def _upserts(statement: Any) -> Iterator[tuple[Any, Any]]:
+    clauses = statement._post_values_clause  # noqa: SLF001 - nothing public; those of its CTEs are not its own
+    for clause in () if clauses is None else visitors.iterate(clauses):
         values: Any = getattr(clause, _CLAUSES.get(clause.__visit_name__, ""), None)
         if values is not None:
-            # MySQL's clause keeps attributes as they are given, whose names may differ from those of their columns.
-            yield {coercions.expect_as_key(roles.DMLColumnRole, each): value for each, value in dict(values).items()}
+            yield clause, values
 
 
 def writes_in_ctes(context: Any) -> Iterator[Any]:
@@ -81,9 +103,9 @@ def writes_in_ctes(context: Any) -> Iterator[Any]:
     among statements that differ in their literals only, so the writes themselves are found in the statement.
     """
     if getattr(getattr(context, "compiled", None), "ctes", None):
-        for clause in visitors.iterate(without_lambda(context.invoked_statement)):
-            if isinstance(clause, CTE) and isinstance(clause.element, Update | Insert | Delete):
-                yield clause.element
+        for part, _ in _parts(without_lambda(context.invoked_statement)):
+            if isinstance(part, CTE) and isinstance(part.element, Update | Insert | Delete):
+                yield part.element
 
 
 def written_mapper(statement: Any) -> Mapper[Any] | None:
@@ -103,8 +125,8 @@ def written_mapper(statement: Any) -> Mapper[Any] | None:
 
 def _named(statement: Any) -> Iterator[Mapper[Any]]:
     """Yield the classes of which a statement names attributes, also by an alias."""
-    for clause in visitors.iterate(statement):
-        if (mapper := getattr(clause, "_annotations", {}).get("parentmapper")) is not None:
+    for part, _ in _parts(statement):
+        if (mapper := getattr(part, "_annotations", {}).get("parentmapper")) is not None:
             yield mapper
 
 
@@ -127,23 +149,35 @@ def _tables(statement: Any) -> Sequence[Any]:
     return [statement.table, *(mapper.tables if mapper else ())]
 
 
-def places(
-    clause: Any, column: Any, *, is_nested: bool = False, seen: dict[tuple[int, bool], Any] | None = None
-) -> Iterator[tuple[Any, bool]]:
-    """Yield each table or alias whose column a clause names, and whether it is named in a subquery.
+def places(clause: Any, column: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield each table, alias or subquery by which a clause names a column, and whether it does so in a subquery."""
+    for part, is_nested in _parts(clause):
+        table = getattr(part, "table", None)
+        # The columns of a whole table or class that a subquery selects are no parts of it: only their lineage tells.
+        if table is not None and isinstance(part, ColumnElement) and part.shares_lineage(column):
+            yield table, is_nested
 
-    `seen`: what was looked into before: each column of a subquery leads to the whole of it once more.
-    """
-    seen = {} if seen is None else seen
-    if (id(clause), is_nested) in seen:
-        return
-    seen[id(clause), is_nested] = clause  # Kept, so that no other clause gets its id.
-    table = getattr(clause, "table", None)
-    if table is not None and without_alias(table) == column.table and clause.key == column.key:
-        yield table, is_nested
-    is_nested = is_nested or isinstance(clause, SelectBase)
-    for child in (*clause.get_children(), *([] if table is None else [without_alias(table)])):
-        yield from places(child, column, is_nested=is_nested, seen=seen)
+
+def _parts(clause: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield a clause and all that it consists of, once each, and whether it is in a subquery."""
+    left = deque([(clause, False)])
+    seen: dict[tuple[int, bool], Any] = {}
+    while left:
+        part, is_nested = left.popleft()
+        if (id(part), is_nested) not in seen:
+            seen[id(part), is_nested] = part  # Kept, so that no other part gets its id.
+            yield part, is_nested
+            is_nested = is_nested or isinstance(part, SelectBase)
+            left.extend((each, is_nested) for each in chain(part.get_children(), _overlooked(part)))
+
+
+def _overlooked(part: Any) -> Iterator[Any]:
+    """Yield what SQLAlchemy's own traversal leaves out: the subquery of a column, and the rows of an INSERT of many."""
+    if (table := getattr(part, "table", None)) is not None:
+        yield table
+    for row in chain.from_iterable(part._multi_values) if isinstance(part, Insert) else ():  # noqa: SLF001
+        each = chain(row, row.values()) if isinstance(row, Mapping) else row
+        yield from (value for value in each if hasattr(value, "get_children"))
 
 
 def without_alias(table: Any) -> Any:

@@ -24,7 +24,7 @@ from sqla_dlock.versions.mapping import VersionedMixin
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
 
-__all__ = ["has_root", "may_be_counted", "refuse_child_writes", "roots_of_changes"]
+__all__ = ["has_root", "is_of_flush", "may_be_counted", "refuse_child_writes", "roots_of_changes", "versioned_class"]
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ _COLLECTION_CHANGES: Final = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INC
 _LOADING: Final = PassiveFlag.PASSIVE_OFF | PassiveFlag.NO_RAISE
 """Load a relationship that needs it, also one with lazy="raise", which is meant for the application's code."""
 
-_counted_tables: Final[WeakSet[Any]] = WeakSet()
-"""The tables of versioned classes and of children of aggregates, so that statements on others cost next to nothing."""
+_counted_tables: Final[WeakKeyDictionary[Any, WeakSet[Mapper[Any]]]] = WeakKeyDictionary()
+"""The versioned classes and children of aggregates of each table, so that statements on others cost next to nothing."""
 
 _unresolved_roots: Final[list[Mapper[Any]]] = []
 """Root classes whose paths are not resolved yet, because the mappers of their children may not exist so far."""
@@ -52,7 +52,12 @@ def _register_root(mapper: Mapper[Any], cls: Any) -> None:
 @event.listens_for(Mapper, "after_mapper_constructed")
 def _register_tables(mapper: Mapper[Any], cls: Any) -> None:
     if issubclass(cls, VersionedMixin) or has_root(mapper):
-        _counted_tables.update(mapper.tables)
+        _register_tables_of(mapper)
+
+
+def _register_tables_of(mapper: Mapper[Any]) -> None:
+    for table in mapper.tables:
+        _counted_tables.setdefault(table, WeakSet()).add(mapper)
 
 
 @event.listens_for(Mapper, "after_configured")
@@ -77,7 +82,8 @@ def _resolve_path(mapper: Mapper[Any], path: str) -> None:
             _collections.setdefault(mapper.class_, set()).add((name, way))
         mapper, way = relationship.mapper, (back, *way)
     _paths_to_roots.setdefault(mapper.class_, set()).add(way)
-    _counted_tables.update(table for each in mapper.self_and_descendants for table in each.tables)
+    for each in mapper.self_and_descendants:
+        _register_tables_of(each)
 
 
 def has_root(mapper: Mapper[Any]) -> bool:
@@ -92,6 +98,18 @@ def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
 def may_be_counted(tables: Iterable[Any]) -> bool:
     """Return whether a write of these tables may count a version: of their own rows, or of the roots of their rows."""
     return bool(_unresolved_roots) or any(table in _counted_tables for table in tables)
+
+
+def is_of_flush(table: Any, cache: Any) -> bool:
+    """Return whether a cache of statements is that of a flush, which has one for each hierarchy of classes."""
+    return any(each.base_mapper._compiled_cache is cache for each in _counted_tables.get(table, ()))  # noqa: SLF001
+
+
+def versioned_class(table: Any) -> Mapper[Any] | None:
+    """Return the versioned class of a table, the topmost one of a hierarchy in it; None if it is that of a parent."""
+    mappers = _counted_tables.get(table, ())
+    own = [each for each in mappers if each.local_table is table and issubclass(each.class_, VersionedMixin)]
+    return min(own, key=lambda each: len(list(each.iterate_to_root())), default=None)
 
 
 def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:

@@ -1,6 +1,7 @@
 """ORM statements that write many rows of a versioned class: each increments the version, or is refused.
 
-Statements on the table that name no attribute of the class, raw SQL and `session.bulk_insert_mappings` are not covered.
+Statements on the table that name no attribute of the class, except upserts, raw SQL and `session.bulk_insert_mappings`
+are not covered.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import (
     BinaryExpression,
     BindParameter,
+    ColumnClause,
     ColumnElement,
     Delete,
     Engine,
@@ -25,31 +27,33 @@ from sqlalchemy import (
 from sqlalchemy.engine.result import null_result
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
-from sqlalchemy.util import LRUCache, immutabledict
+from sqlalchemy.util import immutabledict
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import (
     inserted_columns,
     is_on_class,
     is_replace,
+    joined_by_values,
     other_mappers,
     places,
     plain,
     set_values,
+    upsert_conditions,
     upserted_values,
     without_alias,
     without_lambda,
     writes_in_ctes,
     written_mapper,
 )
-from sqla_dlock.versions.aggregates import may_be_counted, refuse_child_writes
+from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
@@ -105,8 +109,8 @@ def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: 
     statement = plain(statement)
     if not isinstance(statement, Update | Insert | Delete) or COUNTED in options or not _may_be_counted(statement):
         return
-    # A flush writes tables, and has a cache for each class. A program may set that option, too: to None or a dict.
-    if is_on_class(statement) or not isinstance(options.get("compiled_cache"), LRUCache):
+    # A flush writes tables, with a cache of its own. A program may set that option, too.
+    if is_on_class(statement) or not is_of_flush(statement.table, options.get("compiled_cache")):
         _refuse_uncounted(statement, "on a Connection", [*many, params])
 
 
@@ -141,9 +145,21 @@ def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
     """Return the versioned class that a statement writes, if any; refuse what no count could make sound."""
     mapper = written_mapper(statement)
     refuse_child_writes(statement, mapper)
+    mapper = mapper or _overwritten_class(statement)
     _refuse_alias_and_other_classes(statement, mapper)
     _refuse_blind_comparison(statement, mapper)
     return mapper if mapper is not None and _is_versioned(mapper) else None
+
+
+def _overwritten_class(statement: Any) -> Mapper[Any] | None:
+    """Return the versioned class of which an INSERT on the table overwrites rows, although it names no attribute.
+
+    Of attributes among the `index_elements`, SQLAlchemy keeps only the columns, so that all upserts have to count.
+    """
+    insert = plain(statement)
+    if isinstance(insert, Insert) and (is_replace(insert) or any(upserted_values(insert))):
+        return versioned_class(insert.table)
+    return None
 
 
 def _refuse_alias_and_other_classes(statement: Any, own: Mapper[Any] | None) -> None:
@@ -173,16 +189,26 @@ def _refuse_blind_comparison(statement: Any, mapper: Mapper[Any] | None) -> None
     table or an alias, nor what a subquery has found.
     """
     write = plain(statement)
-    if mapper is None or not _is_versioned(mapper) or not isinstance(write, Update | Delete):
+    if mapper is None or not _is_versioned(mapper):
         return
-    version = version_column(mapper)
-    conditions: Any = write._where_criteria  # noqa: SLF001 - nothing public
-    if any(is_nested or table != write.table for each in conditions for table, is_nested in places(each, version)):
+    if any(_blind_places(write, version_column(mapper))):
         name = f"{mapper.class_.__name__}.{version_key(mapper)}"
         raise NotSupported(
             f"{name} in a subquery, an alias or the table of a parent would not be compared again after a wait for a "
             f"row: compare {name} in where(...) itself, or read the rows and save or delete them one by one"
         )
+
+
+def _blind_places(write: Any, version: Any) -> Iterator[bool]:
+    """Yield, for each place where a condition of a statement names a version, whether it is none in the row itself."""
+    if isinstance(write, Insert):  # Outside of a subquery, the condition of an upsert can only name its two rows.
+        yield from (is_nested for each in upsert_conditions(write) for _, is_nested in places(each, version))
+        return
+    for condition in write._where_criteria:  # noqa: SLF001 - nothing public
+        yield from (is_nested or table != write.table for table, is_nested in places(condition, version))
+    # What SET names of another table is no condition; but a subquery that it joins to the rows has conditions.
+    for joined in joined_by_values(write) if isinstance(write, Update) else ():
+        yield from (is_nested for _, is_nested in places(joined, version))
 
 
 def _is_versioned(mapper: Mapper[Any]) -> bool:
@@ -268,9 +294,15 @@ def _is_increment(value: Any, version: Any) -> bool:
     if not isinstance(value, BinaryExpression) or value.operator is not add:
         return False
     sides = (value.left, value.right)
-    # A parameter with a name may be given another number when the statement is executed.
-    numbers = [each.value for each in sides if isinstance(each, BindParameter) and each.unique]
-    return version in set(sides) and any(isinstance(number, int) and number > 0 for number in numbers)
+    return version in set(sides) and any(isinstance(number := _number(each), int) and number > 0 for each in sides)
+
+
+def _number(value: Any) -> Any:
+    """Return the number that an expression is, unless a parameter may replace it when the statement is executed."""
+    if isinstance(value, BindParameter):
+        return value.value if value.unique else None
+    is_digits = isinstance(value, ColumnClause) and value.is_literal and value.name.isdecimal()
+    return int(value.name) if is_digits else None
 
 
 def _refuse_version_parameter(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
@@ -338,7 +370,8 @@ def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
 
     From others SQLAlchemy drops the version, as it does for an instance that is added.
     """
-    if not execution.is_from_statement and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
+    is_of_orm = bool(plain(execution.statement)._propagate_attrs)  # noqa: SLF001 - on a table, it may be plain Core
+    if is_of_orm and not execution.is_from_statement and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}:
         return []
     rows: Any = execution.parameters or []
     return [rows] if isinstance(rows, dict) else rows
@@ -363,8 +396,9 @@ def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> 
     for values in upserted_values(statement):
         writer = f"an upsert of {name}"
         version = _countable_version(statement, mapper, writer)
+        # Of the child of an aggregate, an attribute would be refused in a statement on the table.
+        counted = f"{name}.{version_key(mapper) if is_on_class(statement) else f'__table__.c.{version.key}'}"
         if not _counts([values[version.key]] if version.key in values else [], mapper, writer):
             raise NotSupported(
-                f"{writer} has to count its version up itself, by "
-                f"set_={{..., {version.key!r}: {name}.{version_key(mapper)} + 1}}"
+                f"{writer} has to count its version up itself, by set_={{..., {version.key!r}: {counted} + 1}}"
             )

@@ -40,7 +40,7 @@ class VersionedMixin:
     name it in `__mapper_args__ = {"version_id_col": revision}`; `version` is then a synonym of it, and no other column
     may be an attribute of this name.
 
-    Core statements on the table and raw SQL are not covered.
+    Core statements on the table, except upserts, and raw SQL are not covered.
     """
 
     if TYPE_CHECKING:

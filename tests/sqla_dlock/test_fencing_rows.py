@@ -25,7 +25,7 @@ from tests.sqla_dlock.adders import (
     timeout,
     value,
 )
-from tests.sqla_dlock.models import HeavyParcel, Letter, LightParcel, Parcel, Stamp, Ticket, Tray
+from tests.sqla_dlock.models import Counter, HeavyParcel, Letter, LightParcel, Parcel, Stamp, Ticket, Tray
 from tests.sqla_dlock.parties import until_blocked
 from tests.sqla_dlock.test_fencing import EVERY, FORMS, ONCE, SERVERS, levels
 
@@ -230,13 +230,21 @@ def test_statement_that_would_set_the_fence_back_is_refused_before_it_is_sent(en
 
 
 @levels([("postgresql", "read committed")])
-def test_statement_in_a_cte_that_would_set_the_fence_back_is_refused_too(engine, store):
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda reset: select(reset.cte()),
+        lambda reset: update(Counter).where(Counter.id == reset.cte().c.id).values(value=5),
+    ],
+    ids=["select", "update_joined"],
+)
+def test_statement_in_a_cte_that_would_set_the_fence_back_is_refused_too(engine, store, within):
     key = make(engine, Stamp(id=7))
     with Session(engine) as session, lock(session, Stamp, key) as lease:
         set_to(session, 1, Stamp)
         session.commit()
         with pytest.raises(NotSupported, match="only the fence of a lock writes dlock_token of stamp"):
-            session.execute(select(RESET.cte()))
+            session.execute(within(RESET))
         session.rollback()
     assert read(engine, Stamp) == (1, *fence_of(lease))
 

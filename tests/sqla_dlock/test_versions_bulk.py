@@ -30,6 +30,7 @@ from sqlalchemy import (
     inspect,
     lambda_stmt,
     literal,
+    literal_column,
     or_,
     select,
     text,
@@ -49,6 +50,7 @@ from sqlalchemy.orm import (
     relationship,
 )
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.util import LRUCache
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import places
@@ -586,7 +588,10 @@ def test_update_statement_may_count_the_version_itself(session, orders):
 
 
 OTHER = aliased(Order)
+JOINED = select(literal("b").label("title")).where(Order.id == 1, Order.version == 3)
 SEEN = select(Order.id).where(Order.version == 3)
+WHOLE = select(Order).subquery()
+ALIAS_OF_WHOLE = aliased(Order, select(Order).cte())
 COMPARED_ELSEWHERE = {
     "update, subquery": update(Order).where(Order.id.in_(SEEN)).values(title="b", version=Order.version + 1),
     "update, nested": update(Order).where(exists().where(Line.id.in_(SEEN))).values(version=Order.version + 1),
@@ -595,6 +600,30 @@ COMPARED_ELSEWHERE = {
     "delete, from a subquery": delete(Order).where(Order.id == SEEN.subquery().c.id),
     "delete, alias": delete(Order).where(Order.id == OTHER.id, OTHER.version == 3),
     "delete, other name": delete(Code).where(exists(select(Code.kind).where(Code.version == 3))),
+    "delete, whole rows": delete(Order).where(Order.id == WHOLE.c.id, WHOLE.c.version == 3),
+    "delete, whole rows in a subquery": delete(Order).where(
+        Order.id.in_(select(WHOLE.c.id).where(WHOLE.c.version == 3))
+    ),
+    "delete, whole rows of an alias": delete(Order).where(Order.id == ALIAS_OF_WHOLE.id, ALIAS_OF_WHOLE.version == 3),
+    "delete, whole rows of the table": delete(Order).where(
+        exists().where((of_table := select(Order.__table__).subquery()).c.id == Order.id, of_table.c.version == 3)
+    ),
+    "delete, whole rows twice": delete(Order).where(
+        exists(select(twice := select(WHOLE).cte()).where(twice.c.version == 3))
+    ),
+    "delete, whole rows, other name": delete(Code).where(
+        exists((codes := select(Code).subquery()).select().where(codes.c.row_version == 3))
+    ),
+    "update, whole rows": update(Order)
+    .where(Order.id == WHOLE.c.id, WHOLE.c.version == 3)
+    .values(version=Order.version + 1),
+    "update, joined by SET": update(Order).values(title=JOINED.subquery().c.title, version=Order.version + 1),
+    "update, joined by SET in order": update(Order).ordered_values(
+        (Order.title, "b" + JOINED.cte().c.title), (Order.version, Order.version + 1)
+    ),
+    "update, joined by SET as an alias": update(Order).values(
+        title=aliased(Order, select(Order).where(Order.version == 3).subquery()).title, version=Order.version + 1
+    ),
     "delete, table of the parent": delete(Shop).where(Shop.id == 1, Shop.version == 3),
 }
 
@@ -616,11 +645,22 @@ def test_version_is_compared_beside_subqueries_that_do_not_name_it(session, orde
         pytest.skip("MySQL reads no table in a subquery that the statement writes")
     first, second, *_ = orders
     others = select(Order.id).where(Order.title == "a")
-    is_seen = (Order.id.in_(others), exists(select(Order).where(Order.reads == 0)), Order.version == first.version)
+    unread = exists(select(Order).where(Order.reads == 0)), exists(select(WHOLE.c.id).where(WHOLE.c.reads == 0))
+    is_seen = (Order.id.in_(others), *unread, Order.version == first.version)
     assert session.execute(update(Order).where(*is_seen).values(title="a")).rowcount == 1
     assert session.execute(update(Order).where(*is_seen).values(title="b")).rowcount == 0
     assert session.execute(delete(Order).where(*is_seen)).rowcount == 0
     assert session.execute(delete(Order).where(Order.id == second.id, Order.version == second.version)).rowcount == 1
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_value_that_names_a_version_elsewhere_compares_nothing(session, orders):
+    latest = select(func.max(OTHER.version)).scalar_subquery()
+    of_one = update(Order).where(Order.id == orders[0].id)
+    session.execute(of_one.values(reads=latest + 4))
+    for whole in (OTHER, WHOLE.c):
+        session.execute(of_one.where(whole.id == Order.id + 1).values(reads=Order.reads + whole.version))
+    assert rows(session, Order.title, Order.reads, Order.version)[0] == ("a", 7, 4)
 
 
 @pytest.mark.parametrize(
@@ -841,6 +881,11 @@ IN_CTES: Final = {
     "lambda": lambda changed: lambda_stmt(lambda: select(changed.cte())),
     "lambda_where": lambda changed: select(Order).where(lambda: Order.id.in_(select(changed.cte()))),
     "update": lambda changed: update(Person).where(Person.id.in_(select(changed.cte()))).values(name="b"),
+    "update_joined": lambda changed: update(Person).where(Person.id == changed.cte().c.id).values(name="b"),
+    "delete_joined": lambda changed: delete(Person).where(Person.id == changed.cte().c.id),
+    "insert_rows": lambda changed: insert(Person).values(
+        [{"name": select(cast(changed.cte().c.id, String)).scalar_subquery()}]
+    ),
     "delete": lambda changed: delete(Person).where(Person.id.in_(select(changed.cte()))),
     "insert": lambda changed: insert(Person).from_select(["name"], select(cast(changed.cte().c.id, String))),
     "from_statement": lambda changed: select(Order).from_statement(
@@ -907,6 +952,7 @@ ON_TABLE: Final = {
     "key": lambda table: update(table).where(table.c.title == "a").values({Order.reads: 5}),
     "value": lambda table: update(table).where(table.c.title == "a").values(reads=Order.reads + 5),
     "top": lambda table: update(table).where(Order.title == "a").values(reads=5),
+    "joined": lambda table: update(table).where(table.c.id == WHOLE.c.id).values(reads=5),
 }
 
 
@@ -924,7 +970,9 @@ def test_update_of_a_table_that_names_an_attribute_anywhere_counts(session, orde
         session.commit()
 
 
-@pytest.mark.parametrize("make", ON_TABLE.values(), ids=ON_TABLE)
+@pytest.mark.parametrize(
+    "make", [*ON_TABLE.values(), lambda table: update(table).values(reads=WHOLE.c.reads + 5)], ids=[*ON_TABLE, "set"]
+)
 def test_update_of_a_table_that_names_an_attribute_anywhere_has_to_count_on_a_connection(session, orders, make):
     with pytest.raises(NotSupported, match="on a Connection has to count its version up itself"):
         session.connection().execute(make(Order.__table__))
@@ -996,7 +1044,7 @@ def test_update_of_the_parents_table_that_names_a_joined_subclass_counts_the_ver
     assert rows(session, Shop.owner, Shop.name, Shop.version) == [("a", "new", 2), ("b", "", 1)]
 
 
-@pytest.mark.parametrize("cache", [None, {}], ids=["none", "own"])
+@pytest.mark.parametrize("cache", [None, {}, LRUCache(100)], ids=["none", "own", "like_a_flush"])
 def test_cache_of_statements_that_the_program_sets_switches_no_check_off(session, orders, cache):
     connection = session.connection(execution_options={"compiled_cache": cache})
     with pytest.raises(NotSupported, match="has to count its version up itself"):
@@ -1284,17 +1332,19 @@ def test_rows_that_a_session_inserts_begin_at_versions_of_their_own_whatever_the
     assert rows(session, Order.title, Order.version) == [("a", 1)]
 
 
-def upsert(session: Session, named: Any = (), **values: Any) -> Any:
+GIVEN_ROW: Final = {"kind": "a", "code": "x", "title": "new"}
+
+
+def upsert(session: Session, named: Any = (), *, target: Any = Code, row: Any = GIVEN_ROW, **values: Any) -> Any:
     """Return an INSERT that writes these over the row of the same key, in the database's dialect."""
     values = {**dict(named), **values}
     name = session.get_bind().dialect.name
-    row = {"kind": "a", "code": "x", "title": "new"}
     if name == DIALECT:
-        return mysql.insert(Code).values(**row).on_duplicate_key_update(values)
-    statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Code).values(**row)
+        return mysql.insert(target).values(row).on_duplicate_key_update(values)
+    statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(target).values(row)
     if not values:
         return statement.on_conflict_do_nothing()
-    return statement.on_conflict_do_update(index_elements=["kind", "code"], set_=values)
+    return statement.on_conflict_do_update(index_elements=[Code.kind, Code.code], set_=values)
 
 
 def given_to(session: Session) -> Any:
@@ -1314,6 +1364,35 @@ def test_insert_that_turns_into_an_update_has_to_count(session):
             session.execute(upsert(session, title="old", row_version=version))
 
 
+def test_upsert_of_many_parameter_sets_may_count_by_a_number_in_its_text(session):
+    """Some drivers of MariaDB send many rows as one VALUES, after which they take no parameter."""
+    made(session, Code(kind="a", code="x"), Code(kind="a", code="y"))
+    many = [{"kind": "a", "code": code, "title": "new"} for code in "xyz"]
+    values = {"title": literal_column("'new'"), "row_version": Code.version + literal_column("1")}
+    for executor in (session, session.connection()):
+        for target in (Code, Code.__table__):
+            executor.execute(upsert(session, values, target=target, row={}), many)
+    assert rows(session, Code.code, Code.title, Code.version) == [("x", "new", 5), ("y", "new", 5), ("z", "new", 4)]
+
+
+@pytest.mark.parametrize("version", ["0", "-1", "1 - 1", "version", "x"])
+def test_text_that_is_no_number_counts_nothing(session, orders, version):
+    with pytest.raises(NotSupported, match="cannot set 'version' to a value of its own"):
+        session.execute(update(Order).values(version=Order.version + literal_column(version)))
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        session.execute(upsert(session, row_version=Code.version + literal_column(version)))
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
+
+
+def test_update_statement_that_counts_by_a_number_in_its_text_leaves_a_stale_instance_stale(session, orders):
+    session.connection().execute(update(Order).values(version=Order.version + literal_column("1")))
+    session.execute(update(Order).values(version=Order.version + literal_column("1"), reads=5))
+    assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 3)}
+    orders[0].title = "mine"
+    with pytest.raises((StaleObject, ValueError)):
+        session.commit()
+
+
 @pytest.mark.parametrize("key", [Code.version, Code.__table__.c.row_version, "row_version"], ids=str)
 def test_upsert_may_name_the_version_by_its_attribute_or_its_column(session, key):
     made(session, Code(kind="a", code="x"))
@@ -1321,6 +1400,97 @@ def test_upsert_may_name_the_version_by_its_attribute_or_its_column(session, key
     assert rows(session, Code.title, Code.version) == [("new", 2)]
     with pytest.raises(NotSupported, match="has to count its version up itself"):
         session.execute(upsert(session, {key: 7}))
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_upsert_compares_the_version_of_its_own_row_but_not_in_a_subquery(session, on):
+    made(session, Code(kind="a", code="x"))
+    executor = session.connection() if on == "connection" else session
+
+    def write(where: Any) -> None:
+        values = {"title": "new", "row_version": Code.version + 1}
+        dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+        insertion = dialect.insert(Code).values(kind="a", code="x")
+        executor.execute(insertion.on_conflict_do_update(index_elements=["kind", "code"], set_=values, where=where))
+
+    codes = select(Code).subquery()
+    with pytest.raises(NotSupported, match="would not be compared again"):
+        write(exists(select(codes.c.kind).where(codes.c.row_version == 1)))
+    write(Code.version == 7)
+    assert rows(session, Code.title, Code.version) == [("", 1)]
+    write(Code.version == 1)
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_upsert_of_the_table_of_a_class_has_to_count_too(session, on):
+    made(session, Code(kind="a", code="x"))
+    executor = session.connection() if on == "connection" else session
+    given, table = given_to(session), Code.__table__
+    for values in ({"title": "new"}, {"title": given.title, "row_version": given.row_version}):
+        for row in (GIVEN_ROW, [{"kind": "a", "code": "x"}]):
+            with pytest.raises(
+                NotSupported, match=r"an upsert of Code has to count .*Code\.__table__\.c\.row_version \+ 1"
+            ):
+                executor.execute(upsert(session, values, target=table, row=row))
+    counted = upsert(session, title="new", row_version=table.c.row_version + 1, target=table)
+    with pytest.raises(NotSupported, match="cannot set 'version'"):
+        executor.execute(counted.values(row_version=5))
+    executor.execute(counted)
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_version_among_the_parameters_of_an_upsert_of_the_table_is_refused(session, on):
+    executor = session.connection() if on == "connection" else session
+    counted = upsert(session, row_version=Code.__table__.c.row_version + 1, target=Code.__table__, row={})
+    with pytest.raises(NotSupported, match="cannot set 'version'"):
+        executor.execute(counted, [{"kind": "a", "code": "x", "row_version": 5}])
+
+
+def test_upsert_of_the_table_of_a_joined_subclass_is_refused_and_one_of_a_parent_without_versions_is_not(session):
+    name = session.get_bind().dialect.name
+
+    def upsert_row(table: Any, **values: Any) -> Any:
+        if name == DIALECT:
+            return mysql.insert(table).values(id=1).on_duplicate_key_update(values)
+        statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(table).values(id=1)
+        return statement.on_conflict_do_update(index_elements=["id"], set_=values)
+
+    with pytest.raises(NotSupported, match="which is in the table place: update the rows one by one"):
+        session.execute(upsert_row(Shop.__table__, owner="b"))
+    session.execute(upsert_row(Person.__table__, name="b"))
+    assert session.scalar(select(func.count(Person.id))) == 1
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_upsert_of_the_table_of_a_child_counts_the_version_of_the_child(session, basket):
+    table, key = Line.__table__, basket.lines[0].id
+    dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+    statement = dialect.insert(table).values(id=key)
+    with pytest.raises(NotSupported, match=r"Line\.__table__\.c\.version \+ 1"):
+        session.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"amount": 5}))
+    counted = {"amount": 5, "version": table.c.version + 1}
+    session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=counted))
+    assert rows(session, Line.id, Line.amount, Line.version)[0] == (key, 5, 2)
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_insert_or_replace_of_the_table_is_refused_too(session, on):
+    executor = session.connection() if on == "connection" else session
+    with pytest.raises(NotSupported, match="REPLACE of Code"):
+        executor.execute(insert(Code.__table__).prefix_with("OR REPLACE").values(kind="a", code="x"))
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_attribute_among_the_rows_of_an_insert_of_a_table_names_the_class(session, on):
+    executor = session.connection() if on == "connection" else session
+    with pytest.raises(NotSupported, match=r"insert\(Order\) cannot set 'version'"):
+        executor.execute(insert(Order.__table__).values([{Order.id: 90, Order.version: 5}]))
+    executor.execute(insert(Order.__table__).values([{"id": 90, "version": 5}]))
+    assert rows(session, Order.id, Order.version) == [(90, 5)]
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
