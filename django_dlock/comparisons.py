@@ -21,8 +21,6 @@ __all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "nee
 
 def needs_lock(rows: Any, version: Any, *, for_delete: bool = False) -> bool:
     """Return whether the condition of a queryset compares the version, and a write would not compare it again."""
-    if not connections[rows.db].features.has_select_for_update:
-        return False  # SQLite: no other transaction can write between a read and a write of this one.
     if rows.query.is_sliced or rows.query.combinator:
         return False  # Django refuses to write these.
     places = {is_nested for field, is_nested in _named_columns(rows.query.where) if field == version}
@@ -47,12 +45,14 @@ def has_parents(model: Any) -> bool:
 
 
 def lock_matching(rows: Any, version: Any) -> Any:
-    """Lock the rows of a queryset, and return those that still match, by their keys.
+    """Lock the rows of a queryset in the open transaction, and return those that still match, by their keys.
 
     A version stands for a state of its row: what matched at a version still matches if the locked row has that version.
     Where it has another one, the condition is evaluated again, now that no other transaction can write the row. If that
     reads from an older snapshot (MariaDB and MySQL at REPEATABLE READ), the row does not match.
     """
+    if not connections[rows.db].features.has_select_for_update:
+        return rows  # SQLite: no other transaction can write between a read and a write of this one.
     key = version.model._meta.pk.name
     found = dict(rows.values_list(key, version.name))
     locked = lock_versions(found, version, rows.db)

@@ -5,11 +5,12 @@ import gc
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import django
 import pytest
-from django.db import IntegrityError, NotSupportedError, connections, models
+from django.db import IntegrityError, NotSupportedError, OperationalError, connections, models
 from django.db.models.signals import pre_delete
 from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
@@ -18,6 +19,8 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
+from tests.django_dlock.sessions import rows as fetched
+from tests.django_dlock.sessions import second_session
 from tests.mysql_server import MYSQLD
 from tests.testapp.models import (
     Account,
@@ -592,6 +595,43 @@ def test_update_that_compares_a_version_writes_no_row_that_moves_on_while_it_wai
 @pytest.mark.parametrize("shape", COMPARED)
 def test_delete_that_compares_a_version_deletes_no_row_that_moves_on_while_it_waits(race, shape):
     assert race(shape, lambda rows: rows.delete()[0]) == ("1", 0)
+
+
+class MovesOn:
+    """An execute wrapper of a SQLite connection: another session writes a row after its first SELECT, if it can."""
+
+    def __init__(self, row: Any) -> None:
+        self.row, self.has_moved = row, False
+
+    def __call__(self, execute: Any, sql: str, *how: Any) -> Any:
+        result = execute(sql, *how)
+        if sql.startswith("SELECT") and not self.has_moved:
+            table = self.row._dlock_version.model._meta
+            write = f"UPDATE {table.db_table} SET version = version + 1 WHERE {table.pk.column} = %s"
+            with second_session(self.row._state.db) as other, suppress(OperationalError):
+                fetched(other, "PRAGMA busy_timeout = 0")
+                fetched(other, write, self.row.pk)
+                self.has_moved = True
+        return result
+
+
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+@pytest.mark.parametrize("mode", [None, "IMMEDIATE"])
+@pytest.mark.parametrize("shape", COMPARED)
+def test_sqlite_outside_a_transaction_writes_no_row_that_moves_on_after_django_has_read_it(
+    database, monkeypatch, mode, shape
+):
+    connections[database].ensure_connection()
+    monkeypatch.setattr(connections[database], "transaction_mode", mode)
+    model, manager, name, compare = COMPARED[shape]
+    for write in (lambda rows: rows.update(**{name: 2}), lambda rows: rows.delete()):
+        row = model.objects.using(database).create(**parents(model, database))
+        moves_on = MovesOn(row)
+        # A DEFERRED transaction that has read the row cannot write once the row has moved on: "database is locked".
+        with connections[database].execute_wrapper(moves_on), suppress(OperationalError):
+            write(compare(getattr(model, manager).using(database), row))
+        if moves_on.has_moved:
+            assert read(row).version == row.version + 1
 
 
 @pytest.mark.parametrize("race", LEVELS[:2], ids=" ".join, indirect=True)
