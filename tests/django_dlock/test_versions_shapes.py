@@ -16,6 +16,7 @@ from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from django_dlock.comparisons import lock_versions
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
@@ -595,6 +596,44 @@ def test_update_that_compares_a_version_writes_no_row_that_moves_on_while_it_wai
 @pytest.mark.parametrize("shape", COMPARED)
 def test_delete_that_compares_a_version_deletes_no_row_that_moves_on_while_it_waits(race, shape):
     assert race(shape, lambda rows: rows.delete()[0]) == ("1", 0)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_condition_over_a_join_that_many_rows_match_takes_no_more_parameters_on_postgresql(database):
+    """PostgreSQL takes 65,535 of them if they are bound by the server."""
+    team = Team.objects.using(database).create()
+    parameters: list[list[int]] = []
+
+    def counted(execute: Any, sql: str, params: Any, *how: Any) -> Any:
+        parameters[-1].append(len(params or ()))
+        return execute(sql, params, *how)
+
+    for number in (2, 30):
+        jobs = Job.objects.using(database).bulk_create([Job(team=team) for _ in range(number)])
+        parameters.append([])
+        with connections[database].execute_wrapper(counted):
+            assert Job.active.using(database).filter(version__gt=0).update(title="new") == number
+            assert Job.active.using(database).filter(version__gt=0).delete()[0] == number
+        assert not Job.objects.using(database).filter(pk__in=[job.pk for job in jobs])
+    assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("lock", ["select_for_update", "select_for_share"])
+def test_lock_clause_of_a_queryset_that_compares_a_version_is_dropped_as_by_django(database, lock):
+    shop = Shop.objects.using(database).create()
+    locked = getattr(Shop.objects.using(database), lock)(of=("self",))
+    assert locked.filter(pk=shop.pk, version=shop.version).update(owner="a") == 1
+    assert locked.filter(pk=shop.pk, version=shop.version + 1).delete()[0]
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_keys_of_any_text_are_locked(database):
+    keys = ["", "a,b", '{"', "NULL", "%s", "'", "\\", "ü"]
+    codes = Code.objects.using(database).bulk_create([Code(code=key) for key in keys])
+    with atomic(database):
+        locked = lock_versions([*keys, "other"], Code._dlock_version, database)
+    assert locked == {code.code: code.version for code in codes}
 
 
 class MovesOn:
