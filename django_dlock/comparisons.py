@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, models
 from django.db.models.deletion import Collector
 from django.db.models.expressions import Col
+from django.db.models.lookups import In
 from django.db.models.sql import Query
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ __all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "nee
 
 def needs_lock(rows: Any, version: Any, *, for_delete: bool = False) -> bool:
     """Return whether the condition of a queryset compares the version, and a write would not compare it again."""
-    if not connections[rows.db].features.has_select_for_update:
-        return False  # SQLite: no other transaction can write between a read and a write of this one.
     if rows.query.is_sliced or rows.query.combinator:
         return False  # Django refuses to write these.
     places = {is_nested for field, is_nested in _named_columns(rows.query.where) if field == version}
@@ -47,25 +46,46 @@ def has_parents(model: Any) -> bool:
 
 
 def lock_matching(rows: Any, version: Any) -> Any:
-    """Lock the rows of a queryset, and return those that still match, by their keys.
+    """Lock the rows of a queryset in the open transaction, and return those that still match, by their keys.
 
     A version stands for a state of its row: what matched at a version still matches if the locked row has that version.
     Where it has another one, the condition is evaluated again, now that no other transaction can write the row. If that
     reads from an older snapshot (MariaDB and MySQL at REPEATABLE READ), the row does not match.
     """
+    if not connections[rows.db].features.has_select_for_update:
+        return rows  # SQLite: no other transaction can write between a read and a write of this one.
+    rows = rows.all()
+    rows.query.select_for_update = False  # Django drops it as well, and here it would lock in no order.
     key = version.model._meta.pk.name
     found = dict(rows.values_list(key, version.name))
     locked = lock_versions(found, version, rows.db)
     if found != locked:
-        found = dict(rows.filter(**{f"{key}__in": list(locked)}).values_list(key, version.name))
-    return rows.filter(**{f"{key}__in": [each for each in found if found[each] == locked[each]]})
+        found = dict(_with_keys(rows, version, locked).values_list(key, version.name))
+    return _with_keys(rows, version, [each for each in found if found[each] == locked[each]])
 
 
 def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, int]:
     """Lock rows of the table that has the version, in the order of their keys; return their versions by key."""
-    rows: Any = models.QuerySet(version.model, using=using).filter(pk__in=list(keys)).order_by("pk")
-    locked = rows.select_for_update(no_key=connections[using].features.has_select_for_no_key_update)
+    rows: Any = _with_keys(models.QuerySet(version.model, using=using), version, keys)
+    locked = rows.order_by("pk").select_for_update(no_key=connections[using].features.has_select_for_no_key_update)
     return dict(locked.values_list("pk", version.attname))
+
+
+def _with_keys(rows: Any, version: Any, keys: Iterable[Any]) -> Any:
+    """Return the rows of a queryset that have one of these keys in the table that has the version."""
+    key = version.model._meta.pk
+    if isinstance(key, models.CompositePrimaryKey):
+        return rows.filter(pk__in=list(keys))
+    return rows.filter(_In(models.F(key.name), [key.get_prep_value(each) for each in keys]))
+
+
+class _In(In):  # type: ignore[type-arg]
+    """IN; on PostgreSQL all values are one parameter: it takes no more than 65,535, and each one costs time."""
+
+    def as_postgresql(self, compiler: Any, connection: Any) -> tuple[str, list[Any]]:
+        column, parameters = self.process_lhs(compiler, connection)
+        _, values = self.process_rhs(compiler, connection)
+        return f"{column} = ANY(%s::{self.lhs.output_field.db_type(connection)}[])", [*parameters, list(values)]
 
 
 def _named_columns(expression: Any, *, is_nested: bool = False) -> Iterator[tuple[Any, bool]]:

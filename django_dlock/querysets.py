@@ -19,7 +19,14 @@ from django.db.models.sql import Query
 
 from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
-from django_dlock.row_sql import RowLockQuery, own_tables, require_row_locks, set_lock_clause, waiting_in
+from django_dlock.row_sql import (
+    RowLockQuery,
+    own_tables,
+    refuse_combined,
+    require_row_locks,
+    set_lock_clause,
+    waiting_in,
+)
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql import row_locks
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
@@ -52,6 +59,7 @@ class RowLock(row_locks.RowLock):
 
     def fetch(self, name: str, rows: QuerySet[Any], read: Callable[[QuerySet[Any]], T]) -> T:
         """Return what `read` makes of the locked rows; raises RowLocked(`name`) if others hold them for too long."""
+        refuse_combined(rows.query)
         rows._for_write = True  # type: ignore[attr-defined]  # noqa: SLF001 - a lock on a replica would exclude nobody
         connection = connections[rows.db]
         require_row_locks(connection)
@@ -164,6 +172,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         Without `of` it locks no rows of joined tables, where the database can tell them apart. `key` on PostgreSQL
         is FOR KEY SHARE, which allows updates of other columns; elsewhere it is FOR SHARE.
         """
+        refuse_combined(self.query)
         locked = super().select_for_update(nowait=nowait, skip_locked=skip_locked, of=of)
         set_lock_clause(locked, strength="KEY SHARE" if key else "SHARE")
         return locked
@@ -176,6 +185,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         no_key: bool = False,  # noqa: FBT001, FBT002
     ) -> Self:
         """Lock as Django does; after `select_for_share` this requests the stronger lock."""
+        refuse_combined(self.query)
         locked = super().select_for_update(nowait, skip_locked, of, no_key)
         if isinstance(locked.query, RowLockQuery):
             locked.query = locked.query.chain(Query)

@@ -23,7 +23,15 @@ from dlock_core.sql.row_locks import milliseconds, whole_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RowLockQuery", "own_tables", "require_row_locks", "set_lock_clause", "waiting", "waiting_in"]
+__all__ = [
+    "RowLockQuery",
+    "own_tables",
+    "refuse_combined",
+    "require_row_locks",
+    "set_lock_clause",
+    "waiting",
+    "waiting_in",
+]
 
 _POSTGRESQL_LIMIT: Final = row_locks.POSTGRESQL_LIMIT.format(wait="%s")
 _MYSQL_LIMIT: Final = row_locks.MYSQL_LIMIT.format(wait="%s")
@@ -42,6 +50,15 @@ class RowLockQuery(Query):
         return compiler
 
 
+def refuse_combined(query: Any) -> None:
+    """Raise NotSupported for a union, intersection or difference: Django silently omits the lock clause there."""
+    if query.combinator:
+        raise NotSupported(
+            f"{query.combinator}() gives rows that no database can lock: combine the conditions instead, as by "
+            "filter(Q(...) | Q(...)), or lock the rows of each queryset"
+        )
+
+
 def set_lock_clause(locked: Any, **words: Any) -> None:
     """Set the words of a queryset's lock clause: `strength` ("SHARE", "KEY SHARE") or `wait` (seconds)."""
     if type(locked.query) not in (Query, RowLockQuery):
@@ -51,6 +68,8 @@ def set_lock_clause(locked: Any, **words: Any) -> None:
 
 
 class _RowLockCompiler(SQLCompiler):
+    qualify: Any  # Django's: the condition on window functions
+
     def as_sql(self, *args: Any, **kwargs: Any) -> Any:
         query: Any = self.query
         if query.select_for_update:
@@ -61,6 +80,12 @@ class _RowLockCompiler(SQLCompiler):
         sql, params = super().as_sql(*args, **kwargs)
         if not query.select_for_update or not self.connection.features.has_select_for_update:
             return sql, params
+        refuse_combined(query)
+        if self.qualify:
+            raise NotSupported(
+                "a filter by a window function gives rows that dlock cannot lock in this way: read their keys first, "
+                f"then lock the rows of {query.model.__name__}.objects.filter(pk__in=keys)"
+            )
         of = self.get_select_for_update_of_arguments()
         nowait, skip_locked = query.select_for_update_nowait, query.select_for_update_skip_locked
         written = self.connection.ops.for_update_sql(nowait, skip_locked, of, query.select_for_no_key_update)

@@ -20,7 +20,8 @@ from django_dlock.querysets import LockManager, VersionedQuerySet, found_version
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
 from dlock_core.observability.hooks import emit_conflict
-from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
+from dlock_core.options import NOT_GIVEN, NotGiven
+from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version, require_sent
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -219,7 +220,7 @@ class VersionedMixin(models.Model):
             for mark in marks:
                 vars(self).pop(mark, None)
 
-    def save_with_version(self, *, expected: int | None = None, **options: Any) -> None:
+    def save_with_version(self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any) -> None:
         """Save, or raise StaleObject if the row was changed or deleted since this instance was read.
 
         `save()` does the same; this method also leaves a surrounding transaction usable. After StaleObject the instance
@@ -233,6 +234,7 @@ class VersionedMixin(models.Model):
 
         Raises:
             StaleObject: the row has another version, or is gone.
+            TypeError: `expected` is no number, such as the None of a payload without a version.
             ValueError: the version was deferred, so nothing can be checked.
         """
         is_insert = self._state.adding and not (options.get("force_update") or options.get("update_fields"))
@@ -255,7 +257,7 @@ class VersionedMixin(models.Model):
                 connection.needs_rollback = was_doomed
             raise
 
-    async def asave_with_version(self, *, expected: int | None = None, **options: Any) -> None:
+    async def asave_with_version(self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any) -> None:
         """Await `save_with_version`, which runs in a thread."""
         await sync_to_async(self.save_with_version)(expected=expected, **options)
 
@@ -275,7 +277,9 @@ class VersionedMixin(models.Model):
             version.count_up(self, using)  # A handler of pre_delete may save this instance.
             return super().delete(using, keep_parents)
 
-    def delete_with_version(self, *, expected: int | None = None, **options: Any) -> tuple[int, dict[str, int]]:
+    def delete_with_version(
+        self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any
+    ) -> tuple[int, dict[str, int]]:
         """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
         `expected` and the errors are those of `save_with_version`.
@@ -283,7 +287,9 @@ class VersionedMixin(models.Model):
         self._check_expected(expected, "delete")
         return self.delete(**options)
 
-    async def adelete_with_version(self, *, expected: int | None = None, **options: Any) -> tuple[int, dict[str, int]]:
+    async def adelete_with_version(
+        self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any
+    ) -> tuple[int, dict[str, int]]:
         """Await `delete_with_version`, which runs in a thread."""
         return await sync_to_async(self.delete_with_version)(expected=expected, **options)
 
@@ -295,15 +301,16 @@ class VersionedMixin(models.Model):
         if self._dlock_version.attname in read:
             self._dlock_version.mark_read(self, read)
 
-    def _check_expected(self, expected: int | None, action: str, *, is_insert: bool = False) -> None:
+    def _check_expected(self, expected: int | NotGiven, action: str, *, is_insert: bool = False) -> None:
         """Raise StaleObject for a conflict that needs no statement.
 
         Inside `save()` Django would take the same error for a failed statement, and doom the transaction.
         """
-        if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
+        require_sent(expected)
+        if expected is not NOT_GIVEN and (not isinstance(expected, int) or isinstance(expected, bool)):
             raise TypeError(f"expected is a number, as versions of {type(self).__name__} are, not {expected!r:.80}")
         found = None if is_insert else self._dlock_version.expected_version(self, action)
-        if expected not in (None, found):
+        if expected not in (NOT_GIVEN, found):
             raise emit_conflict(
                 StaleObject(self, expected=expected, found=found, action=action, was_read=not is_insert)
             )

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from datetime import timedelta
+from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -20,12 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "LockOptions", "Seconds", "check_callback", "check_flags", "check_seconds", "check_switches", "checked_prefix",
-    "deadline", "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option",
-    "unknown_store_option", "wait_seconds",
+    "NOT_GIVEN", "LockOptions", "NotGiven", "Seconds", "check_callback", "check_flags", "check_seconds",
+    "check_switches", "checked_prefix", "deadline", "has_swallowed_options", "masked", "store_ttl", "tells_secret",
+    "ttl_seconds", "unknown_option", "unknown_store_option", "wait_seconds",
 ]  # fmt: skip
 
 Seconds = float | int | timedelta
+
+
+class NotGiven(Enum):
+    """The type of NOT_GIVEN."""
+
+    NOT_GIVEN = "NOT_GIVEN"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NOT_GIVEN: Final = NotGiven.NOT_GIVEN
+"""The default of an argument for which None is a mistake."""
 
 MAX_TTL_S: Final = 366 * 86400.0
 """The longest ttl; renewal makes a lease last longer."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from sqlalchemy import Select, and_, inspect, select, tuple_
 from sqlalchemy.exc import DBAPIError, NoResultFound
 from sqlalchemy.orm import Mapper
 
 from dlock_core.errors import RowLocked
+from dlock_core.options import NOT_GIVEN
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.sql.row_locks import RowLock
 from sqla_dlock.row_sql import locking, require_row_locks, require_tables, require_transaction, waiting
@@ -37,9 +38,6 @@ __all__ = ["alock_row", "alock_rows", "lock_row", "lock_rows"]
 
 if TYPE_CHECKING:
     IsTarget: TypeAlias = Callable[[InstanceState[Any]], bool]
-
-
-NOT_GIVEN: Final[Any] = object()
 
 
 def row_name(mapper: Mapper[Any], key: Iterable[object]) -> str:

@@ -175,7 +175,7 @@ def signature(thing: Any) -> str:
     plain = plain[1:] if plain and plain[0].name == "self" else plain
     plain = [each for each in plain if each.name != "unknown"]  # only there to be refused
     text = str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    return re.sub(r"Ellipsis|<object object at \w+>", "...", text)
+    return re.sub(r"Ellipsis|NOT_GIVEN", "...", text)
 
 
 def documented() -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The number at which a new row's version begins."""
+"""What both integrations say of a version: the number at which it begins, and the one that a caller expects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from secrets import randbits
 from typing import Final
 
-__all__ = ["FIRST_VERSION_SQL", "first_version"]
+__all__ = ["FIRST_VERSION_SQL", "first_version", "require_sent"]
+
 
 FIRST_VERSION_SQL: Final = {
     "postgresql": "(extract(epoch FROM statement_timestamp()) * 1000000)::bigint",
@@ -37,3 +38,12 @@ def first_version(bits: int = 63) -> int:
         bits: How many bits the largest number of the column has: 31 for an INTEGER.
     """
     return time.time_ns() // 1000 if bits > _CLOCK_BITS else 1 + randbits(bits - 1)
+
+
+def require_sent(expected: object) -> None:
+    """Raise TypeError for an expected version of None, such as that of a payload without one."""
+    if expected is None:
+        raise TypeError(
+            "the expected version is None, so nothing would be compared: refuse a request that brings no version, or "
+            "leave `expected` out to compare only the version that was read"
+        )

@@ -15,6 +15,8 @@ from sqlalchemy.exc import NoInspectionAvailable
 from sqlalchemy.orm import PassiveFlag, RelationshipDirection
 from sqlalchemy.orm.attributes import get_history
 
+from dlock_core.options import NOT_GIVEN
+from dlock_core.sql.versions import require_sent
 from sqla_dlock.stores import connection_for_writing, plain_async_session, plain_session
 from sqla_dlock.versions import bulk, undone  # noqa: F401 - their listeners
 from sqla_dlock.versions.aggregates import has_root, roots_of_changes
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 
-def save_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = None) -> None:
+def save_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = NOT_GIVEN) -> None:
     """Write the changes of one instance; raise StaleObject if its row was changed or deleted since it was read.
 
     After StaleObject the transaction is usable, and the instance keeps its changes: another save conflicts again, and
@@ -68,10 +70,11 @@ def save_with_version(session: Session | scoped_session[Any], instance: Any, *, 
         expected: A version that the caller knows, for example from an ETag. A version that was assigned to the
             instance is expected as well.
 
-    Raises StaleObject. Raises TypeError for a class without a version, an AsyncSession, or a version that is text.
-    Raises ValueError for an instance that is not in this session, that is marked as deleted, or whose version was
-    deferred or read later than other columns.
+    Raises StaleObject. Raises TypeError for a class without a version, an AsyncSession, or an expected version that is
+    text, or None as that of a payload without one. Raises ValueError for an instance that is not in this session, that
+    is marked as deleted, or whose version was deferred or read later than other columns.
     """
+    require_sent(expected)
     session = plain_session(session, "asave_with_version")
     state = _versioned_state(session, instance)
     if state.pending:
@@ -91,19 +94,20 @@ def save_with_version(session: Session | scoped_session[Any], instance: Any, *, 
 
 
 async def asave_with_version(
-    session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = None
+    session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = NOT_GIVEN
 ) -> None:
     """Save one instance of an AsyncSession; see `save_with_version`."""
     plain = plain_async_session(session, "save_with_version")
     await plain.run_sync(save_with_version, instance, expected=expected)
 
 
-def delete_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = None) -> None:
+def delete_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = NOT_GIVEN) -> None:
     """Delete one instance; raise StaleObject if its row was changed or deleted since it was read.
 
     After StaleObject the transaction is usable, and nothing is marked as deleted. Other changes of the session are
     checked and flushed along with it. The arguments and errors are those of `save_with_version`.
     """
+    require_sent(expected)
     session = plain_session(session, "adelete_with_version")
     state = _versioned_state(session, instance)
     if state.pending:
@@ -117,7 +121,7 @@ def delete_with_version(session: Session | scoped_session[Any], instance: Any, *
 
 
 async def adelete_with_version(
-    session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = None
+    session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = NOT_GIVEN
 ) -> None:
     """Delete one instance of an AsyncSession; see `delete_with_version`."""
     plain = plain_async_session(session, "delete_with_version")
@@ -161,7 +165,7 @@ def _versioned_state(session: Session, instance: Any) -> InstanceState[Any]:
 
 def _check_expected(instance: Any, expected: Any, action: str) -> None:
     version = expected_version(instance, action)
-    if expected is not None:
+    if expected is not NOT_GIVEN:
         require_expected(instance, expected, version, action)
 
 

@@ -13,6 +13,8 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.core.files.base import ContentFile
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
+from django.db.models import Window
+from django.db.models.functions import RowNumber
 from django.db.models.sql import Query
 from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
 from django.test.utils import CaptureQueriesContext
@@ -624,6 +626,37 @@ def test_last_clause_is_the_query_s_own_and_not_a_subquery_s(stock, database, sq
         assert list(stocks(database).select_for_share(nowait=True).filter(pk__in=inner)) == [stock]
     assert sql()[-2].endswith('FOR SHARE OF "testapp_stock" NOWAIT')
     assert sql()[-2].count("FOR UPDATE NOWAIT") == 1
+
+
+@pytest.mark.parametrize("combinator", ["union", "intersection", "difference"])
+def test_combined_queryset_whose_rows_no_database_locks_is_refused_before_any_io(combinator):
+    combined = getattr(Stock.objects.filter(pieces=5), combinator)(Stock.objects.filter(counter=None))
+    locks: list[Callable[[], object]] = [
+        combined.lock_rows,
+        lambda: combined.lock_rows(shared=True),
+        lambda: combined.lock_rows(wait=1),
+        lambda: combined.lock_rows(skip_locked=True),
+        combined.select_for_share,
+        combined.select_for_update,
+    ]
+    for lock in locks:
+        with pytest.raises(NotSupported, match=rf"^{combinator}\(\) gives rows .*Q\("):
+            lock()
+
+
+@with_row_locks
+def test_share_that_a_combined_or_window_query_would_lose_is_refused_before_any_io(stock, database, sql):
+    first = Window(RowNumber(), partition_by="counter", order_by="pk")
+    windowed = stocks(database).annotate(row=first).filter(row=1)
+    for query, name in (
+        (stocks(database).select_for_share().union(stocks(database).select_for_update()), "union"),
+        (windowed.select_for_share(), "window"),
+    ):
+        with atomic(database), pytest.raises(NotSupported, match=name):
+            list(query)
+        with atomic(database), pytest.raises(NotSupported, match="window"):
+            windowed.lock_rows(shared=True)
+    assert not any("testapp_stock" in each for each in sql()[1:])
 
 
 @with_row_locks

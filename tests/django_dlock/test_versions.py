@@ -669,6 +669,14 @@ def test_version_that_is_no_number_is_refused_and_the_error_says_what_to_do(arti
     assert version(article) == 1
 
 
+async def test_expected_version_that_a_payload_did_not_bring_is_refused_before_any_i_o():
+    payload: dict[str, Any] = {"title": "new"}
+    for instance in (Article(), Article(pk=1, version=1)):
+        for write in (instance.asave_with_version, instance.adelete_with_version):
+            with pytest.raises(TypeError, match="refuse a request that brings no version"):
+                await write(expected=payload.get("version"))
+
+
 def test_other_database_gets_a_copy_and_never_loses_a_row(article, database, use_database):
     other = use_database("other")
     article.save_with_version(using=other)

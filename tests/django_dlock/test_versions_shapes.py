@@ -5,19 +5,23 @@ import gc
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import django
 import pytest
-from django.db import IntegrityError, NotSupportedError, connections, models
+from django.db import IntegrityError, NotSupportedError, OperationalError, connections, models
 from django.db.models.signals import pre_delete
 from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from django_dlock.comparisons import lock_versions
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
+from tests.django_dlock.sessions import rows as fetched
+from tests.django_dlock.sessions import second_session
 from tests.mysql_server import MYSQLD
 from tests.testapp.models import (
     Account,
@@ -592,6 +596,81 @@ def test_update_that_compares_a_version_writes_no_row_that_moves_on_while_it_wai
 @pytest.mark.parametrize("shape", COMPARED)
 def test_delete_that_compares_a_version_deletes_no_row_that_moves_on_while_it_waits(race, shape):
     assert race(shape, lambda rows: rows.delete()[0]) == ("1", 0)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_condition_over_a_join_that_many_rows_match_takes_no_more_parameters_on_postgresql(database):
+    """PostgreSQL takes 65,535 of them if they are bound by the server."""
+    team = Team.objects.using(database).create()
+    parameters: list[list[int]] = []
+
+    def counted(execute: Any, sql: str, params: Any, *how: Any) -> Any:
+        parameters[-1].append(len(params or ()))
+        return execute(sql, params, *how)
+
+    for number in (2, 30):
+        jobs = Job.objects.using(database).bulk_create([Job(team=team) for _ in range(number)])
+        parameters.append([])
+        with connections[database].execute_wrapper(counted):
+            assert Job.active.using(database).filter(version__gt=0).update(title="new") == number
+            assert Job.active.using(database).filter(version__gt=0).delete()[0] == number
+        assert not Job.objects.using(database).filter(pk__in=[job.pk for job in jobs])
+    assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("lock", ["select_for_update", "select_for_share"])
+def test_lock_clause_of_a_queryset_that_compares_a_version_is_dropped_as_by_django(database, lock):
+    shop = Shop.objects.using(database).create()
+    locked = getattr(Shop.objects.using(database), lock)(of=("self",))
+    assert locked.filter(pk=shop.pk, version=shop.version).update(owner="a") == 1
+    assert locked.filter(pk=shop.pk, version=shop.version + 1).delete()[0]
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_keys_of_any_text_are_locked(database):
+    keys = ["", "a,b", '{"', "NULL", "%s", "'", "\\", "ü"]
+    codes = Code.objects.using(database).bulk_create([Code(code=key) for key in keys])
+    with atomic(database):
+        locked = lock_versions([*keys, "other"], Code._dlock_version, database)
+    assert locked == {code.code: code.version for code in codes}
+
+
+class MovesOn:
+    """An execute wrapper of a SQLite connection: another session writes a row after its first SELECT, if it can."""
+
+    def __init__(self, row: Any) -> None:
+        self.row, self.has_moved = row, False
+
+    def __call__(self, execute: Any, sql: str, *how: Any) -> Any:
+        result = execute(sql, *how)
+        if sql.startswith("SELECT") and not self.has_moved:
+            table = self.row._dlock_version.model._meta
+            write = f"UPDATE {table.db_table} SET version = version + 1 WHERE {table.pk.column} = %s"
+            with second_session(self.row._state.db) as other, suppress(OperationalError):
+                fetched(other, "PRAGMA busy_timeout = 0")
+                fetched(other, write, self.row.pk)
+                self.has_moved = True
+        return result
+
+
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+@pytest.mark.parametrize("mode", [None, "IMMEDIATE"])
+@pytest.mark.parametrize("shape", COMPARED)
+def test_sqlite_outside_a_transaction_writes_no_row_that_moves_on_after_django_has_read_it(
+    database, monkeypatch, mode, shape
+):
+    connections[database].ensure_connection()
+    monkeypatch.setattr(connections[database], "transaction_mode", mode)
+    model, manager, name, compare = COMPARED[shape]
+    for write in (lambda rows: rows.update(**{name: 2}), lambda rows: rows.delete()):
+        row = model.objects.using(database).create(**parents(model, database))
+        moves_on = MovesOn(row)
+        # A DEFERRED transaction that has read the row cannot write once the row has moved on: "database is locked".
+        with connections[database].execute_wrapper(moves_on), suppress(OperationalError):
+            write(compare(getattr(model, manager).using(database), row))
+        if moves_on.has_moved:
+            assert read(row).version == row.version + 1
 
 
 @pytest.mark.parametrize("race", LEVELS[:2], ids=" ".join, indirect=True)

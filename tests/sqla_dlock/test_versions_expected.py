@@ -11,7 +11,15 @@ from sqlalchemy.orm.attributes import flag_modified
 from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.preconditions import etag_of
-from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
+from sqla_dlock.versions import (
+    StaleObject,
+    adelete_with_version,
+    asave_with_version,
+    delete_with_version,
+    mapping,
+    save_with_version,
+    touch,
+)
 from tests.sqla_dlock.version_models import Code, Counted, Document, Draft, Member, Numbered, Order, Shop
 
 
@@ -171,6 +179,15 @@ def test_touch_after_a_rollback_is_forgotten(session, order):
     order.title = order.title + ""
     session.flush()
     assert row(session)[1] == 1
+
+
+async def test_expected_version_that_a_payload_did_not_bring_is_refused_before_any_i_o():
+    payload: dict[str, Any] = {"title": "new"}
+    session = AsyncSession()
+    session.add(order := Order())
+    for write in (asave_with_version, adelete_with_version):
+        with pytest.raises(TypeError, match="refuse a request that brings no version"):
+            await write(session, order, expected=payload.get("version"))
 
 
 async def test_assigned_version_is_expected_in_an_async_session(async_engine: AsyncEngine):

@@ -73,6 +73,7 @@ def cancel(key: int) -> str:
     order = Order.objects.get(pk=key)
     try:
         order.save_with_version()
+        order.save_with_version(expected=None)  # type: ignore[arg-type]
     except StaleObject as error:
         raise LookupError(error.found) from error
     return order.state
