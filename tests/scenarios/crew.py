@@ -83,7 +83,7 @@ def add_one(link: Link, place: Place, url: str, form: Any, pause_at: str) -> str
             link.hear()
 
     with closing(open_application(place)) as application:
-        application.use_store(connect(url), ttl=0.5)
+        application.use_store(connect(url), ttl=2.0)
         session = application.session()
         try:
             with session.lock("order", 42, fence=form, wait=20):
