@@ -6,7 +6,6 @@ are not covered.
 
 from __future__ import annotations
 
-from numbers import Number
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,10 @@ from sqlalchemy import (
     Delete,
     Engine,
     Insert,
-    Integer,
-    Numeric,
     Update,
     event,
     type_coerce,
 )
-from sqlalchemy.engine.result import null_result
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.util import immutabledict
@@ -47,10 +43,10 @@ from sqla_dlock.statements import (
     written_mapper,
 )
 from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
-from sqla_dlock.versions.conflicts import require_versions
+from sqla_dlock.versions.by_key import update_by_key
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
-from sqla_dlock.versions.writes import COUNTED, no_number, note_overtaken, note_written
+from sqla_dlock.versions.writes import COUNTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +81,7 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
     elif isinstance(execution.parameters, list):
         is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
         if is_on_class(statement) and not is_by_condition:
-            return _update_by_key(execution, execution.parameters, mapper)
+            return update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
         execution.statement = _with_count(statement, mapper)
     else:
@@ -327,42 +323,6 @@ def _names_version(rows: Sequence[Any], mapper: Mapper[Any]) -> bool:
     version = version_column(mapper)
     names = {version_key(mapper), version, version.key}
     return any(not names.isdisjoint(row) for row in rows)
-
-
-def _update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[Any]) -> Result[Any]:
-    """Check an UPDATE by primary key before it is sent: SQLAlchemy's own check cannot say which row was stale."""
-    name, session = version_key(mapper), execution.session
-    if not rows:
-        return _update_no_row(execution, mapper)
-    if not all(name in row for row in rows):
-        raise ValueError(f"an UPDATE by primary key checks versions: give {name!r} as it was read in every row")
-    keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
-    if not all(key in row for row in rows for key in keys):
-        return execution.invoke_statement()  # SQLAlchemy itself refuses rows without a key.
-    expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
-    if isinstance(version_column(mapper).type, Integer | Numeric):
-        for *_, version in expected:
-            if not isinstance(version, Number):
-                raise no_number(mapper.class_, version)
-    connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
-    options = execution.statement.get_execution_options()
-    require_versions(session, connection, mapper, expected, "save", options=options)
-    for *key, version in expected:
-        note_overtaken(session, mapper, tuple(key), version)
-    result = execution.invoke_statement()
-    for *key, version in expected if option(execution, "synchronize_session", "auto") else ():
-        note_written(session, mapper, tuple(key), version)
-    return result
-
-
-def _update_no_row(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
-    """Write nothing for an empty list of rows, as SQLAlchemy does for a class without a version."""
-    if set_values(execution.statement):
-        raise ValueError(
-            f"an UPDATE by primary key of an empty list writes no row of {mapper.class_.__name__}: leave the list out, "
-            "and values() are written to the rows that where(...) matches"
-        )
-    return null_result()
 
 
 def _raw_rows(execution: ORMExecuteState) -> Sequence[Any]:
