@@ -23,6 +23,7 @@ from django_dlock.row_sql import (
     RowLockQuery,
     own_tables,
     refuse_combined,
+    refuse_lost_lock,
     require_row_locks,
     set_lock_clause,
     waiting_in,
@@ -190,6 +191,21 @@ class RowLockQuerySet(QuerySet[M_co]):
         if isinstance(locked.query, RowLockQuery):
             locked.query = locked.query.chain(Query)
         return locked
+
+    def __and__(self, other: Any) -> Self:
+        return _keeping_locks(super().__and__(other), self, other)
+
+    def __or__(self, other: Any) -> Self:
+        return _keeping_locks(super().__or__(other), self, other)
+
+    def __xor__(self, other: Any) -> Self:
+        return _keeping_locks(super().__xor__(other), self, other)  # type: ignore[misc]
+
+
+def _keeping_locks(combined: Any, *parts: Any) -> Any:
+    """Return a combination of querysets if it locks what they would."""
+    refuse_lost_lock(combined.query, *(part.query for part in parts))
+    return combined
 
 
 def row_name(model: type[Model], pk: object) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "RowLockQuery",
     "own_tables",
     "refuse_combined",
+    "refuse_lost_lock",
     "require_row_locks",
     "set_lock_clause",
     "waiting",
@@ -57,6 +58,29 @@ def refuse_combined(query: Any) -> None:
             f"{query.combinator}() gives rows that no database can lock: combine the conditions instead, as by "
             "filter(Q(...) | Q(...)), or lock the rows of each queryset"
         )
+
+
+def refuse_lost_lock(combined: Any, *parts: Any) -> None:
+    """Raise NotSupported if a combination of queries would not lock its rows as each part that locks would."""
+    lost = {_lock_of(part) for part in parts} - {_lock_of(combined), None}
+    if lost and not combined.is_empty():
+        raise NotSupported(
+            "Django keeps at most the lock of the first queryset of a combination: "
+            "put the lock after the combination, as in (a | b).select_for_update()"
+        )
+
+
+def _lock_of(query: Any) -> tuple[object, ...] | None:
+    """Return what distinguishes the lock clause of a query from others; None if it has none."""
+    if not query.select_for_update:
+        return None
+    return (
+        query.select_for_update_nowait,
+        query.select_for_update_skip_locked,
+        tuple(query.select_for_update_of),
+        query.select_for_no_key_update,
+        getattr(query, "dlock_strength", RowLockQuery.dlock_strength),
+    )
 
 
 def set_lock_clause(locked: Any, **words: Any) -> None:

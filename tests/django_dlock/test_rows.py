@@ -1,6 +1,7 @@
 """RowLockMixin, lock_row, lock_rows and select_for_share keep their promises."""
 
 import asyncio
+import operator
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -642,6 +643,48 @@ def test_combined_queryset_whose_rows_no_database_locks_is_refused_before_any_io
     for lock in locks:
         with pytest.raises(NotSupported, match=rf"^{combinator}\(\) gives rows .*Q\("):
             lock()
+
+
+@pytest.mark.parametrize("combine", [operator.and_, operator.or_, operator.xor])
+def test_operator_that_would_lose_the_lock_of_a_queryset_is_refused_before_any_io(combine):
+    rows = Stock.objects.filter(pieces=5)
+    lost: list[tuple[Any, Any]] = [
+        (rows, rows.select_for_share()),
+        (rows, rows.select_for_update()),
+        (rows.select_for_share(), rows.select_for_update()),
+        (rows.select_for_share(key=True), rows.select_for_share()),
+        (rows.select_for_update(of=("self",)), rows.select_for_update(of=("counter",))),
+    ]
+    for first, second in lost:
+        with pytest.raises(NotSupported, match=r"^Django keeps .* after the combination"):
+            combine(first, second)
+
+
+@pytest.mark.parametrize("combine", [operator.or_, operator.xor])
+def test_lock_of_a_sliced_or_empty_queryset_is_not_lost_to_an_operator(combine):
+    rows = Stock.objects.filter(pieces=5)
+    for first, second in (
+        (rows.select_for_update()[:2], rows),
+        (rows.none().select_for_update(), rows),
+        (rows, rows.select_for_share()[:2]),
+    ):
+        with pytest.raises(NotSupported, match="after the combination"):
+            combine(first, second)
+
+
+@with_row_locks
+def test_operator_keeps_the_lock_of_its_first_queryset(stock, database):
+    rows = stocks(database)
+    for combined in (
+        rows.filter(pieces=5).select_for_update() | rows.filter(pieces=6),
+        rows.select_for_share(nowait=True) & rows.filter(pieces=5).select_for_share(nowait=True),
+        (rows.filter(pieces=5) ^ rows.filter(pieces=6)).select_for_update(),
+        rows.none() | rows.select_for_update(),
+    ):
+        with atomic(database):
+            assert list(combined) == [stock]
+            assert not is_free(database, stock.pk)
+    assert not list(rows.none() & rows.select_for_update())
 
 
 @with_row_locks
