@@ -51,6 +51,7 @@ __all__ = [
 
 M_co = TypeVar("M_co", bound=Model, covariant=True)
 T = TypeVar("T")
+RowsT = TypeVar("RowsT", bound=QuerySet[Any])
 
 
 class RowLock(row_locks.RowLock):
@@ -199,10 +200,20 @@ class RowLockQuerySet(QuerySet[M_co]):
         return _keeping_locks(super().__or__(other), self, other)
 
     def __xor__(self, other: Any) -> Self:
-        return _keeping_locks(super().__xor__(other), self, other)  # type: ignore[misc]
+        combined: Self = super().__xor__(other)  # type: ignore[misc]
+        return _keeping_locks(combined, self, other)
+
+    def union(self, *other_qs: Any, all: bool = False) -> Self:
+        return _keeping_locks(super().union(*other_qs, all=all), self, *other_qs)
+
+    def intersection(self, *other_qs: Any) -> Self:
+        return _keeping_locks(super().intersection(*other_qs), self, *other_qs)
+
+    def difference(self, *other_qs: Any) -> Self:
+        return _keeping_locks(super().difference(*other_qs), self, *other_qs)
 
 
-def _keeping_locks(combined: Any, *parts: Any) -> Any:
+def _keeping_locks(combined: RowsT, *parts: Any) -> RowsT:
     """Return a combination of querysets if it locks what they would."""
     refuse_lost_lock(combined.query, *(part.query for part in parts))
     return combined

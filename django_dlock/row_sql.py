@@ -52,7 +52,7 @@ class RowLockQuery(Query):
 
 
 def refuse_combined(query: Any) -> None:
-    """Raise NotSupported for a union, intersection or difference: Django silently omits the lock clause there."""
+    """Raise NotSupported for a union, intersection or difference: Django omits its lock clause, or locks some parts."""
     if query.combinator:
         raise NotSupported(
             f"{query.combinator}() gives rows that no database can lock: combine the conditions instead, as by "
@@ -62,8 +62,10 @@ def refuse_combined(query: Any) -> None:
 
 def refuse_lost_lock(combined: Any, *parts: Any) -> None:
     """Raise NotSupported if a combination of queries would not lock its rows as each part that locks would."""
-    lost = {_lock_of(part) for part in parts} - {_lock_of(combined), None}
-    if lost and not combined.is_empty():
+    locks = {_lock_of(part) for part in parts} - {None}
+    if locks:
+        refuse_combined(combined)
+    if locks - {_lock_of(combined)} and not combined.is_empty():
         raise NotSupported(
             "Django keeps at most the lock of the first queryset of a combination: "
             "put the lock after the combination, as in (a | b).select_for_update()"
@@ -104,7 +106,6 @@ class _RowLockCompiler(SQLCompiler):
         sql, params = super().as_sql(*args, **kwargs)
         if not query.select_for_update or not self.connection.features.has_select_for_update:
             return sql, params
-        refuse_combined(query)
         if self.qualify:
             raise NotSupported(
                 "a filter by a window function gives rows that dlock cannot lock in this way: read their keys first, "

@@ -645,6 +645,38 @@ def test_combined_queryset_whose_rows_no_database_locks_is_refused_before_any_io
             lock()
 
 
+@pytest.mark.parametrize("combinator", ["union", "intersection", "difference"])
+def test_combination_of_a_queryset_that_locks_is_refused_before_any_io(combinator):
+    rows = Stock.objects.filter(pieces=5)
+    for first, second in (
+        (rows.select_for_update(), rows),
+        (rows, rows.select_for_update()),
+        (rows, rows.select_for_share()),
+        (rows.select_for_share(), rows.select_for_share()),
+    ):
+        with pytest.raises(NotSupported, match=rf"^{combinator}\(\) gives rows .*Q\("):
+            getattr(first, combinator)(second)
+
+
+def test_union_that_would_lose_the_lock_of_an_empty_queryset_is_refused_before_any_io():
+    rows = Stock.objects.filter(pieces=5)
+    with pytest.raises(NotSupported, match="after the combination"):
+        rows.none().select_for_update().union(rows)
+
+
+@with_row_locks
+def test_combination_of_one_queryset_keeps_its_lock(stock, database):
+    rows = stocks(database)
+    for combined in (
+        rows.select_for_update().union(),
+        rows.none().union(rows.select_for_share()),
+    ):
+        with atomic(database):
+            assert list(combined) == [stock]
+            assert not is_free(database, stock.pk)
+    assert not list(rows.select_for_update().intersection(rows.none()))
+
+
 @pytest.mark.parametrize("combine", [operator.and_, operator.or_, operator.xor])
 def test_operator_that_would_lose_the_lock_of_a_queryset_is_refused_before_any_io(combine):
     rows = Stock.objects.filter(pieces=5)
@@ -688,17 +720,12 @@ def test_operator_keeps_the_lock_of_its_first_queryset(stock, database):
 
 
 @with_row_locks
-def test_share_that_a_combined_or_window_query_would_lose_is_refused_before_any_io(stock, database, sql):
+def test_share_that_a_window_query_would_lose_is_refused_before_any_io(stock, database, sql):
     first = Window(RowNumber(), partition_by="counter", order_by="pk")
     windowed = stocks(database).annotate(row=first).filter(row=1)
-    for query, name in (
-        (stocks(database).select_for_share().union(stocks(database).select_for_update()), "union"),
-        (windowed.select_for_share(), "window"),
-    ):
-        with atomic(database), pytest.raises(NotSupported, match=name):
-            list(query)
+    for lock in (lambda: list(windowed.select_for_share()), lambda: windowed.lock_rows(shared=True)):
         with atomic(database), pytest.raises(NotSupported, match="window"):
-            windowed.lock_rows(shared=True)
+            lock()
     assert not any("testapp_stock" in each for each in sql()[1:])
 
 
