@@ -6,7 +6,8 @@ subqueries, and Django writes what a subquery or an earlier SELECT has found. Th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, models
 from django.db.models.deletion import Collector
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "needs_lock"]
+
+# What a column is defined by may be more than the name of a type ("text COLLATE ..."), or no type at all ("bigserial").
+_TYPE_OF_ARRAYS: Final = re.compile(
+    r"(?!\w*serial)[\w.]+(\([\d, ]+\))?|double precision|timestamp with time zone", re.IGNORECASE
+)
 
 
 def needs_lock(rows: Any, version: Any, *, for_delete: bool = False) -> bool:
@@ -80,12 +86,15 @@ def _with_keys(rows: Any, version: Any, keys: Iterable[Any]) -> Any:
 
 
 class _In(In):  # type: ignore[type-arg]
-    """IN; on PostgreSQL all values are one parameter: it takes no more than 65,535, and each one costs time."""
+    """IN; on PostgreSQL all values are one array if it can be: it takes 65,535 parameters, and each one costs time."""
 
-    def as_postgresql(self, compiler: Any, connection: Any) -> tuple[str, list[Any]]:
+    def as_postgresql(self, compiler: Any, connection: Any) -> tuple[str, Any]:
+        type_name = self.lhs.output_field.rel_db_type(connection)
+        if not _TYPE_OF_ARRAYS.fullmatch(type_name):
+            return super().as_sql(compiler, connection)
         column, parameters = self.process_lhs(compiler, connection)
         _, values = self.process_rhs(compiler, connection)
-        return f"{column} = ANY(%s::{self.lhs.output_field.db_type(connection)}[])", [*parameters, list(values)]
+        return f"{column} = ANY(%s::{type_name}[])", [*parameters, list(values)]
 
 
 def _named_columns(expression: Any, *, is_nested: bool = False) -> Iterator[tuple[Any, bool]]:
