@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState, Session
 
-__all__ = ["MATCHES", "lock_matches", "option", "synchronize"]
+__all__ = ["MATCHES", "execute", "lock_matches", "option", "synchronize"]
 
 MATCHES: Final = "dlock_matches"
 """The execution option, a `Write`, of an UPDATE or DELETE and of the SELECT by which SQLAlchemy finds its rows."""
@@ -106,6 +106,20 @@ def _keep_written(*execution: Any) -> None:
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
         same = lock_versions(connection, mapper, loaded, "save", options)
         matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
+
+
+def execute(execution: ORMExecuteState) -> Result[Any]:
+    """Execute a statement with its synchronization, so that what it has left in memory can be repaired.
+
+    It is `invoke_statement()` without the argument that this gives to `get_bind()`, which a session's own may not take.
+    """
+    return execution.session._execute_internal(  # noqa: SLF001 - there is no public way
+        execution.statement,
+        execution.parameters,
+        execution_options=execution.local_execution_options,
+        bind_arguments=dict(execution.bind_arguments),
+        _parent_execute_state=execution,
+    )
 
 
 def option(execution: ORMExecuteState, name: str, default: Any) -> Any:

@@ -8,7 +8,7 @@ a version is refused.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -19,11 +19,12 @@ from sqlalchemy.orm import LoaderCallableStatus, Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError
 
-from sqla_dlock.versions.conflicts import stale_instance
+from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.versions.conflicts import lock_versions, stale_instance
 from sqla_dlock.versions.mapping import VersionedMixin, counts_by_one, key_columns, version_column, version_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, CursorResult, Update
     from sqlalchemy.orm import InstanceState, Session
@@ -36,6 +37,7 @@ __all__ = [
     "forget_touch",
     "is_touchable",
     "is_touched",
+    "keeping_versions",
     "mark_flushed",
     "needs_one_update",
     "no_number",
@@ -123,23 +125,72 @@ def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], 
             state.info[_READ_LATE] = True
 
 
-def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
-    """Set the next version of an instance of which an UPDATE by primary key has written the row with this one.
+def note_written(
+    session: Session, connection: Connection, mapper: Mapper[Any], rows: Sequence[tuple[Any, ...]], options: Any
+) -> None:
+    """Set the next versions of the instances of which an UPDATE by primary key has written the rows.
 
-    SQLAlchemy gives it the version that the UPDATE was given. It also forgets that a rollback to a savepoint undoes it.
-    What a generator of the program's own has made is known to the row only. Read now, it is later than the rest.
+    SQLAlchemy gives them the versions that the UPDATE was given. It also forgets that a rollback to a savepoint undoes
+    it. Each of the rows is given as its key and the version that it had.
     """
-    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
-    if instance is not None:
-        state: Any = instance_state(instance)
-        name = version_key(state.mapper)
-        is_current = state.dict.get(name) == version and _READ_LATE not in state.info
-        if is_current and name not in state.committed_state:
-            if counts_by_one(state.mapper):
-                set_committed_value(instance, name, version + 1)
-            else:
-                session.expire(instance, [name])
-            session._register_altered([state])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+    written = {}
+    for *key, version in rows:
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(tuple(key)))
+        if instance is not None and _is_current(state := instance_state(instance), version):
+            written[tuple(key)] = state
+    next_versions = _next_versions(connection, mapper, written, options)
+    for known, state in written.items():
+        if known in next_versions:
+            set_committed_value(state.obj(), version_key(mapper), next_versions[known])
+        else:
+            state.info[_READ_LATE] = True
+    session._register_altered(written.values())  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+
+
+def _is_current(state: InstanceState[Any], version: Any) -> bool:
+    name = version_key(state.mapper)
+    return state.dict.get(name) == version and name not in state.committed_state and _READ_LATE not in state.info
+
+
+def _next_versions(
+    connection: Connection, mapper: Mapper[Any], written: Mapping[Any, InstanceState[Any]], options: Any
+) -> dict[Any, Any]:
+    """Return the versions of the rows that an UPDATE has just written, by their keys.
+
+    What a generator of the program's own has made is known to the rows only. They are locked up to the commit; after an
+    UPDATE that commits by itself, another user may have written them already, and none is returned.
+    """
+    name = version_key(mapper)
+    if counts_by_one(mapper):
+        return {key: state.dict[name] + 1 for key, state in written.items()}
+    if not written or is_autocommit(connection) or not has_begun(connection):
+        return {}
+    rows = lock_versions(
+        connection, mapper, [(*key, state.dict[name]) for key, state in written.items()], "save", options
+    )
+    return {tuple(key): version for *key, version in rows}
+
+
+@contextmanager
+def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
+    """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
+
+    It expires what it cannot evaluate in memory, or what was assigned before. An instance without a version, which is
+    detached and merged, would be compared with nothing.
+    """
+    name = version_key(mapper)
+    loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
+    states: list[Any] = [instance_state(each) for each in loaded]
+    versions = [state.committed_state.get(name, LoaderCallableStatus.NO_VALUE) for state in states]
+    versions = [
+        state.dict[name] if known is LoaderCallableStatus.NO_VALUE else known
+        for state, known in zip(states, versions, strict=True)
+    ]
+    yield
+    for instance, state, version in zip(loaded, states, versions, strict=True):
+        if name not in state.dict:
+            set_committed_value(instance, name, version)
+            state.info[_READ_LATE] = True
 
 
 @lru_cache(maxsize=1024)
