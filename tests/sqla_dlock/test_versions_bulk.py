@@ -224,6 +224,16 @@ def test_versions_that_python_and_the_database_compare_differently_are_no_confli
         write(session, letters)
 
 
+def test_versions_that_differ_in_python_only_are_compared_in_one_query(session, statements):
+    session.add_all(letters := [Letter() for _ in range(20)])
+    session.commit()
+    for each in letters:
+        each.title = "new"
+    statements.clear()
+    session.flush()
+    assert statements.count("SELECT") == 2
+
+
 def test_listener_after_flush_still_sees_what_changed(session, orders):
     seen = []
 
@@ -1214,6 +1224,15 @@ def test_update_that_sets_columns_of_another_versioned_class_is_refused(session,
 
 
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+@pytest.mark.parametrize("written", [Person, Order.__table__.join(Person.__table__, Order.id == Person.id)])
+def test_update_of_a_join_that_sets_columns_of_a_table_whose_class_it_names_is_refused(session, orders, on, written):
+    write = update(written).where(Person.id == Order.id).values({Order.__table__.c.title: "new"})
+    with pytest.raises(NotSupported, match="would not count the versions of Order"):
+        (session if on == "session" else session.connection()).execute(write)
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
 def test_update_counts_its_own_version_and_not_that_of_another_table(session, orders):
     """A column of the same name in another table that MariaDB writes along is no count."""
     made(session, Revised(id=orders[0].id))
@@ -1316,6 +1335,15 @@ def test_delete_statement_whose_condition_needs_another_table_synchronizes(sessi
     using = {"is_delete_using": True}  # MariaDB has no RETURNING for it, which SQLAlchemy has to be told.
     session.execute(delete(Order).where(Order.id == Person.id), execution_options=using)
     assert [each in session for each in orders] == [False] + [True] * 5
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mariadb"], indirect=True)
+def test_delete_statement_of_a_joined_subclass_without_returning_deletes_its_instances(session):
+    kept, gone = made(session, Shop(name="kept"), Shop(name="gone"))
+    made(session, Person(id=gone.id))
+    using = {"is_delete_using": True}
+    session.execute(delete(Shop).where(Shop.id == Person.id), execution_options=using)
+    assert (kept in session, gone in session) == (True, False)
 
 
 def test_insert_statements_start_at_1(session):
