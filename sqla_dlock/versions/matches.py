@@ -119,7 +119,8 @@ def _find_rows(connection: Connection, mapper: Mapper[Any], rows: Sequence[Any],
 
     A DELETE of a joined subclass deletes no row of the parent's table, which has the version.
     """
-    keys, left = mapper.primary_key, set()
+    left: set[Any] = set()
+    keys = mapper.primary_key
     query = select(*keys).select_from(mapper.persist_selectable)
     query = query.where(tuple_(*keys).in_(bindparam("dlock_keys", expanding=True))).with_for_update(key_share=True)
     for start in range(0, len(rows), MAX_ROWS_PER_QUERY):

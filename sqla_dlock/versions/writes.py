@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ClauseElement, Table, bindparam, event
 from sqlalchemy.orm import LoaderCallableStatus, Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
+from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.orm.exc import ObjectDeletedError
 
 from sqla_dlock.connections import has_begun, is_autocommit
@@ -160,34 +161,27 @@ def _next_versions(
     What a generator of the program's own has made is known to the rows only. They are locked up to the commit; after an
     UPDATE that commits by itself, another user may have written them already, and none is returned.
     """
-    name = version_key(mapper)
+    rows = [(*key, state.dict[version_key(mapper)]) for key, state in written.items()]
     if counts_by_one(mapper):
-        return {key: state.dict[name] + 1 for key, state in written.items()}
-    if not written or is_autocommit(connection) or not has_begun(connection):
+        return {tuple(key): version + 1 for *key, version in rows}
+    if not rows or is_autocommit(connection) or not has_begun(connection):
         return {}
-    rows = lock_versions(
-        connection, mapper, [(*key, state.dict[name]) for key, state in written.items()], "save", options
-    )
-    return {tuple(key): version for *key, version in rows}
+    return {tuple(key): version for *key, version in lock_versions(connection, mapper, rows, "save", options)}
 
 
 @contextmanager
 def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
     """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
 
-    It expires what it cannot evaluate in memory, or what was assigned before. An instance without a version, which is
-    detached and merged, would be compared with nothing.
+    It expires what it cannot evaluate, or what was assigned. `merge()` compares nothing without a version in memory.
     """
     name = version_key(mapper)
     loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
     states: list[Any] = [instance_state(each) for each in loaded]
-    versions = [state.committed_state.get(name, LoaderCallableStatus.NO_VALUE) for state in states]
-    versions = [
-        state.dict[name] if known is LoaderCallableStatus.NO_VALUE else known
-        for state, known in zip(states, versions, strict=True)
-    ]
+    read = [state.committed_state.get(name, state.dict[name]) for state in states]
+    read = [state.dict[name] if each is NO_VALUE else each for state, each in zip(states, read, strict=True)]
     yield
-    for instance, state, version in zip(loaded, states, versions, strict=True):
+    for instance, state, version in zip(loaded, states, read, strict=True):
         if name not in state.dict:
             set_committed_value(instance, name, version)
             state.info[_READ_LATE] = True
