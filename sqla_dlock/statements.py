@@ -139,9 +139,11 @@ def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
     """Yield each further class of which an UPDATE sets a column in another table, as MySQL and MariaDB can."""
     statement = plain(statement)
     for column in set_values(statement) if isinstance(statement, Update) else ():
-        mapper = getattr(column, "_annotations", {}).get("parentmapper")
-        if mapper is not None and column.table not in _tables(statement):
-            yield mapper
+        table = getattr(column, "table", None)
+        if table is not None and table not in _tables(statement):
+            named = column._annotations.get("parentmapper")  # noqa: SLF001
+            # Of a column of the table only, the class is one of which the statement names an attribute elsewhere.
+            yield from [named] if named is not None else (each for each in _named(statement) if table in each.tables)
 
 
 def _tables(statement: Any) -> Sequence[Any]:

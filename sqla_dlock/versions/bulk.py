@@ -45,8 +45,8 @@ from sqla_dlock.statements import (
 from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
 from sqla_dlock.versions.by_key import update_by_key
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
-from sqla_dlock.versions.matches import MATCHES, lock_matches, option, synchronize
-from sqla_dlock.versions.writes import COUNTED
+from sqla_dlock.versions.matches import MATCHES, execute, lock_matches, option, synchronize
+from sqla_dlock.versions.writes import COUNTED, keeping_versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,13 +83,22 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
         if is_on_class(statement) and not is_by_condition:
             return update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
-        execution.statement = _with_count(statement, mapper)
+        return _count(execution, mapper)
     else:
         given = execution.parameters or {}
         _refuse_version_parameter(given if isinstance(given, tuple) else [given], mapper)
-        execution.statement = _with_count(statement, mapper)
         synchronize(execution, mapper)
+        return _count(execution, mapper)
     return None
+
+
+def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    """Execute an UPDATE that also increments the version."""
+    execution.statement = _with_count(execution.statement, mapper)
+    if option(execution, "autoflush", True):
+        execution.session._autoflush()  # noqa: SLF001 - as SQLAlchemy does next: a flush is what sets the versions
+    with keeping_versions(execution.session, mapper):
+        return execute(execution)
 
 
 @event.listens_for(Engine, "before_cursor_execute")
@@ -226,8 +235,8 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     if _counts(given, mapper, writer):
         if is_number(version):
             return statement
-        # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory: it
-        # expires the version, which is then read later than the rest, and no longer proves anything.
+        # A stale instance must not get the version of its row. SQLAlchemy evaluates no type_coerce() in memory, so that
+        # the instance keeps the version that it has, and cannot be saved.
         return _with_values(statement, {attribute: type_coerce(given[0], version.type)})
     if given:
         raise NotSupported(

@@ -11,8 +11,8 @@ from sqlalchemy.engine.result import null_result
 from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import version_column, version_key
-from sqla_dlock.versions.matches import option
-from sqla_dlock.versions.writes import no_number, note_overtaken, note_written
+from sqla_dlock.versions.matches import execute, option
+from sqla_dlock.versions.writes import keeping_versions, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
     from sqlalchemy import Result
@@ -30,7 +30,7 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
         raise ValueError(f"an UPDATE by primary key checks versions: give {name!r} as it was read in every row")
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     if not all(key in row for row in rows for key in keys):
-        return execution.invoke_statement()  # SQLAlchemy itself refuses rows without a key.
+        return execute(execution)  # SQLAlchemy itself refuses rows without a key.
     expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
     if isinstance(version_column(mapper).type, Integer | Numeric):
         for *_, version in expected:
@@ -41,9 +41,10 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
     require_versions(session, connection, mapper, expected, "save", options=options)
     for *key, version in expected:
         note_overtaken(session, mapper, tuple(key), version)
-    result = execution.invoke_statement()
-    for *key, version in expected if option(execution, "synchronize_session", "auto") else ():
-        note_written(session, mapper, tuple(key), version)
+    with keeping_versions(session, mapper):
+        result = execute(execution)
+    if option(execution, "synchronize_session", "auto"):
+        note_written(session, connection, mapper, expected, options)
     return result
 
 

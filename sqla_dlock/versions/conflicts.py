@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "StaleObject",
-    "compare_version",
+    "find_stale",
     "find_version",
     "lock_versions",
     "require_versions",
@@ -112,12 +112,31 @@ def require_versions(
         options: The execution options of the statement that the caller is about to send, such as its schemas.
     """
     now = lock_versions(connection, mapper, expected, action, options)
-    for *parts, version in (row for row in expected if row not in now):
-        # Keys and versions that differ in Python may be equal to the database ("a" and "A"): it has the last word.
-        key = tuple(parts)
-        found, is_expected = compare_version(connection, mapper, key, version, options)
-        if not is_expected:
-            raise stale_row(session, mapper, key, expected=version, found=found, action=action)
+    # Keys and versions that differ in Python may be equal to the database ("a" and "A"): it has the last word.
+    differing = [row for row in expected if row not in now]
+    if stale := find_stale(connection, mapper, differing, options):
+        (*key, version), found = stale
+        raise stale_row(session, mapper, tuple(key), expected=version, found=found, action=action)
+
+
+def find_stale(
+    connection: Connection, mapper: Mapper[Any], rows: Sequence[Key], options: Options = None
+) -> tuple[Key, Any] | None:
+    """Return the first of these rows, each a key and a version, that the database does not find; and its version now.
+
+    Many rows are counted first, as a row that is found is exactly one of the table: only if some are missing is each
+    one looked for.
+    """
+    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
+        some = rows[start : start + MAX_ROWS_PER_QUERY]
+        if len(some) > 1:
+            same = connection.execute(_comparing_query(mapper), {"dlock_rows": some}, execution_options=options).all()
+            some = [] if len(same) == len(some) else some
+        for row in some:
+            found, is_expected = compare_version(connection, mapper, row[:-1], row[-1], options)
+            if not is_expected:
+                return row, found
+    return None
 
 
 def lock_versions(
@@ -146,3 +165,11 @@ def _locking_query(mapper: Mapper[Any], action: str) -> Select[Any]:
     query = select(*columns, version_column(mapper)).order_by(*columns)
     query = query.where(wanted.in_(bindparam("dlock_keys", expanding=True)))
     return query.with_for_update(key_share=action != "delete")
+
+
+@lru_cache(maxsize=256)
+def _comparing_query(mapper: Mapper[Any]) -> Select[Any]:
+    """Return the query for the keys of those rows that have these versions now; locking, as `_find` has to be."""
+    row = (*key_columns(mapper), version_column(mapper))
+    wanted = tuple_(*row).in_(bindparam("dlock_rows", expanding=True))
+    return select(*key_columns(mapper)).where(wanted).with_for_update(key_share=True)

@@ -30,7 +30,7 @@ from sqla_dlock.connections import is_autocommit
 from sqla_dlock.versions.aggregates import roots_of_changes
 from sqla_dlock.versions.conflicts import (
     MAX_ROWS_PER_QUERY,
-    compare_version,
+    find_stale,
     find_version,
     require_versions,
     stale_row,
@@ -219,9 +219,10 @@ def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], 
     # The rows are locked since they were checked, except on SQLite and in AUTOCOMMIT: there the count decides.
     if connection.dialect.supports_sane_multi_rowcount and result.rowcount < len(writes):
         name = version_key(mapper)
-        now = [(write, *compare_version(connection, mapper, write.key, write.values[name])) for write in writes]
-        write, found, _ = next((each for each in now if not each[2]), now[0])
-        raise stale_row(session, mapper, write.key, expected=write.version, found=found, action="save")
+        stale = find_stale(connection, mapper, [(*write.key, write.values[name]) for write in writes])
+        key, found = (stale[0][:-1], stale[1]) if stale else (writes[0].key, writes[0].values[name])
+        expected = next(write.version for write in writes if write.key == key)
+        raise stale_row(session, mapper, key, expected=expected, found=found, action="save")
     mark_flushed(session, mapper, writes, result)
 
 

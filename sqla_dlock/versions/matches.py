@@ -8,19 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Delete, Engine, Update, event, false
+from sqlalchemy import Delete, Engine, Update, bindparam, event, false, select, tuple_
 
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import is_on_class, plain
 from sqla_dlock.stores import connection_for_writing
-from sqla_dlock.versions.conflicts import lock_versions
+from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, lock_versions
 from sqla_dlock.versions.mapping import version_column
 
 if TYPE_CHECKING:
-    from sqlalchemy import Result
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, Result
     from sqlalchemy.orm import Mapper, ORMExecuteState, Session
 
-__all__ = ["MATCHES", "lock_matches", "option", "synchronize"]
+__all__ = ["MATCHES", "execute", "lock_matches", "option", "synchronize"]
 
 MATCHES: Final = "dlock_matches"
 """The execution option, a `Write`, of an UPDATE or DELETE and of the SELECT by which SQLAlchemy finds its rows."""
@@ -104,8 +106,41 @@ def _keep_written(*execution: Any) -> None:
         mapper, identities = orm._subject_mapper, options[MATCHES].session.identity_map  # noqa: SLF001
         matched = orm._matched_rows or []  # noqa: SLF001
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
-        same = lock_versions(connection, mapper, loaded, "save", options)
-        matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
+        if options[MATCHES].is_delete:
+            left = _find_rows(connection, mapper, loaded, options)
+            matched[:] = [(*row[:-1], None) for row in loaded if row[:-1] not in left]
+        else:
+            same = lock_versions(connection, mapper, loaded, "save", options)
+            matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
+
+
+def _find_rows(connection: Connection, mapper: Mapper[Any], rows: Sequence[Any], options: Any) -> set[Any]:
+    """Return the keys, without the versions, of those rows that are in all tables of their class.
+
+    A DELETE of a joined subclass deletes no row of the parent's table, which has the version.
+    """
+    left: set[Any] = set()
+    keys = mapper.primary_key
+    query = select(*keys).select_from(mapper.persist_selectable)
+    query = query.where(tuple_(*keys).in_(bindparam("dlock_keys", expanding=True))).with_for_update(key_share=True)
+    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
+        some = {"dlock_keys": [row[:-1] for row in rows[start : start + MAX_ROWS_PER_QUERY]]}
+        left.update(tuple(row) for row in connection.execute(query, some, execution_options=options))
+    return left
+
+
+def execute(execution: ORMExecuteState) -> Result[Any]:
+    """Execute a statement with its synchronization, so that what it has left in memory can be repaired.
+
+    It is `invoke_statement()` without the argument that this gives to `get_bind()`, which a session's own may not take.
+    """
+    return execution.session._execute_internal(  # noqa: SLF001 - there is no public way
+        execution.statement,
+        execution.parameters,
+        execution_options=execution.local_execution_options,
+        bind_arguments=dict(execution.bind_arguments),
+        _parent_execute_state=execution,
+    )
 
 
 def option(execution: ORMExecuteState, name: str, default: Any) -> Any:

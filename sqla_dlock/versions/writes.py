@@ -8,7 +8,7 @@ a version is refused.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ClauseElement, Table, bindparam, event
 from sqlalchemy.orm import LoaderCallableStatus, Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
+from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.orm.exc import ObjectDeletedError
 
-from sqla_dlock.versions.conflicts import stale_instance
+from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.versions.conflicts import lock_versions, stale_instance
 from sqla_dlock.versions.mapping import VersionedMixin, counts_by_one, key_columns, version_column, version_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, CursorResult, Update
     from sqlalchemy.orm import InstanceState, Session
@@ -36,6 +38,7 @@ __all__ = [
     "forget_touch",
     "is_touchable",
     "is_touched",
+    "keeping_versions",
     "mark_flushed",
     "needs_one_update",
     "no_number",
@@ -123,23 +126,65 @@ def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], 
             state.info[_READ_LATE] = True
 
 
-def note_written(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
-    """Set the next version of an instance of which an UPDATE by primary key has written the row with this one.
+def note_written(
+    session: Session, connection: Connection, mapper: Mapper[Any], rows: Sequence[tuple[Any, ...]], options: Any
+) -> None:
+    """Set the next versions of the instances of which an UPDATE by primary key has written the rows.
 
-    SQLAlchemy gives it the version that the UPDATE was given. It also forgets that a rollback to a savepoint undoes it.
-    What a generator of the program's own has made is known to the row only. Read now, it is later than the rest.
+    SQLAlchemy gives them the versions that the UPDATE was given. It also forgets that a rollback to a savepoint undoes
+    it. Each of the rows is given as its key and the version that it had.
     """
-    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
-    if instance is not None:
-        state: Any = instance_state(instance)
-        name = version_key(state.mapper)
-        is_current = state.dict.get(name) == version and _READ_LATE not in state.info
-        if is_current and name not in state.committed_state:
-            if counts_by_one(state.mapper):
-                set_committed_value(instance, name, version + 1)
-            else:
-                session.expire(instance, [name])
-            session._register_altered([state])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+    written = {}
+    for *key, version in rows:
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(tuple(key)))
+        if instance is not None and _is_current(state := instance_state(instance), version):
+            written[tuple(key)] = state
+    next_versions = _next_versions(connection, mapper, written, options)
+    for known, state in written.items():
+        if known in next_versions:
+            set_committed_value(state.obj(), version_key(mapper), next_versions[known])
+        else:
+            state.info[_READ_LATE] = True
+    session._register_altered(written.values())  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+
+
+def _is_current(state: InstanceState[Any], version: Any) -> bool:
+    name = version_key(state.mapper)
+    return state.dict.get(name) == version and name not in state.committed_state and _READ_LATE not in state.info
+
+
+def _next_versions(
+    connection: Connection, mapper: Mapper[Any], written: Mapping[Any, InstanceState[Any]], options: Any
+) -> dict[Any, Any]:
+    """Return the versions of the rows that an UPDATE has just written, by their keys.
+
+    What a generator of the program's own has made is known to the rows only. They are locked up to the commit; after an
+    UPDATE that commits by itself, another user may have written them already, and none is returned.
+    """
+    rows = [(*key, state.dict[version_key(mapper)]) for key, state in written.items()]
+    if counts_by_one(mapper):
+        return {tuple(key): version + 1 for *key, version in rows}
+    if not rows or is_autocommit(connection) or not has_begun(connection):
+        return {}
+    return {tuple(key): version for *key, version in lock_versions(connection, mapper, rows, "save", options)}
+
+
+@contextmanager
+def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
+    """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
+
+    It expires what it cannot evaluate, or what was assigned. `merge()` compares nothing without a version in memory.
+    """
+    name = version_key(mapper)
+    loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
+    states: list[Any] = [instance_state(each) for each in loaded]
+    read = [state.committed_state.get(name, state.dict[name]) for state in states]
+    read = [state.dict[name] if each is NO_VALUE else each for state, each in zip(states, read, strict=True)]
+    yield
+    for instance, state, version in zip(loaded, states, read, strict=True):
+        if name not in state.dict:
+            set_committed_value(instance, name, version)
+            state.info[_READ_LATE] = True
 
 
 @lru_cache(maxsize=1024)

@@ -49,6 +49,7 @@ from sqlalchemy.orm import (
     registry,
     relationship,
 )
+from sqlalchemy.orm.attributes import flag_modified
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import LRUCache
 
@@ -221,6 +222,16 @@ def test_versions_that_python_and_the_database_compare_differently_are_no_confli
             connection.execute(update(Letter.__table__).values(revision=uuid4().hex))
     with pytest.raises(StaleObject) if is_stale else nullcontext():
         write(session, letters)
+
+
+def test_versions_that_differ_in_python_only_are_compared_in_one_query(session, statements):
+    session.add_all(letters := [Letter() for _ in range(20)])
+    session.commit()
+    for each in letters:
+        each.title = "new"
+    statements.clear()
+    session.flush()
+    assert statements.count("SELECT") == 2
 
 
 def test_listener_after_flush_still_sees_what_changed(session, orders):
@@ -520,18 +531,67 @@ def test_instance_that_an_update_by_primary_key_wrote_can_be_saved(session, orde
     assert ("new", 3) in rows(session, Order.title, Order.version)
 
 
-def test_update_by_primary_key_leaves_no_version_in_memory_that_no_row_has(session):
-    """Only the row has the version that the class has made for it, and to read it now would be late."""
-    session.add(note := Note(title="old"))
-    session.commit()
+def write_note(session: Session, note: Note) -> None:
     session.execute(update(Note), [{"id": note.id, "title": "new", "revision": note.revision}])
-    assert [(note.title, note.revision)] == rows(session, Note.title, Note.revision)
-    note.title = "newer"
-    with pytest.raises(ValueError, match="read later"):
-        save_with_version(session, note)
-    session.refresh(note)
+
+
+def set_revision(session: Session, note: Note) -> None:
+    session.execute(update(Note).where(Note.id == note.id).values(title="new", revision=uuid4().hex))
+
+
+def set_assigned_revision(session: Session, note: Note) -> None:
+    with session.no_autoflush:
+        note.revision = str(note.revision)
+        flag_modified(note, "revision")
+        write_note(session, note)
+
+
+def test_instance_of_a_class_with_its_own_generator_can_be_saved_after_an_update_by_primary_key(session):
+    note = made(session, Note(title="old"))[0]
+    savepoint = session.begin_nested()
+    write_note(session, note)
+    assert [(vars(note)["title"], vars(note)["revision"])] == rows(session, Note.title, Note.revision)
+    savepoint.rollback()
+    write_note(session, note)
     note.title = "newer"
     save_with_version(session, note)
+    session.commit()
+    assert [("newer", note.revision)] == rows(session, Note.title, Note.revision)
+
+
+@pytest.mark.parametrize("write", [write_note, set_revision, set_assigned_revision])
+def test_instance_that_a_statement_wrote_is_compared_when_it_is_detached_and_merged(session, write):
+    note = made(session, Note(title="old"))[0]
+    write(session, note)
+    session.expunge(note)
+    session.commit()
+    elsewhere(session, "UPDATE text_versioned_note SET title = 'theirs', revision = 'anew'")
+    note.title = "mine"
+    with pytest.raises(StaleDataError):
+        session.merge(note)
+
+
+def test_new_instance_whose_version_an_update_statement_sets_keeps_one_that_merge_compares(session):
+    session.add(note := Note(title="old"))
+    session.execute(update(Note).values(revision=uuid4().hex))  # It flushes the instance.
+    session.commit()
+    session.expunge(note)
+    elsewhere(session, "UPDATE text_versioned_note SET title = 'theirs', revision = 'anew'")
+    note.title = "mine"
+    with pytest.raises(StaleDataError):
+        session.merge(note)
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_update_by_primary_key_in_autocommit_leaves_the_instance_stale_whose_next_version_another_may_have_replaced(
+    engine,
+):
+    with Session(engine.execution_options(isolation_level="AUTOCOMMIT"), expire_on_commit=False) as session:
+        note = made(session, Note(title="old"))[0]
+        write_note(session, note)
+        note.title = "mine"
+        with pytest.raises(ValueError, match="read it together"):
+            save_with_version(session, note)
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
@@ -1164,6 +1224,15 @@ def test_update_that_sets_columns_of_another_versioned_class_is_refused(session,
 
 
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("on", ["session", "connection"])
+@pytest.mark.parametrize("written", [Person, Order.__table__.join(Person.__table__, Order.id == Person.id)])
+def test_update_of_a_join_that_sets_columns_of_a_table_whose_class_it_names_is_refused(session, orders, on, written):
+    write = update(written).where(Person.id == Order.id).values({Order.__table__.c.title: "new"})
+    with pytest.raises(NotSupported, match="would not count the versions of Order"):
+        (session if on == "session" else session.connection()).execute(write)
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
 def test_update_counts_its_own_version_and_not_that_of_another_table(session, orders):
     """A column of the same name in another table that MariaDB writes along is no count."""
     made(session, Revised(id=orders[0].id))
@@ -1266,6 +1335,15 @@ def test_delete_statement_whose_condition_needs_another_table_synchronizes(sessi
     using = {"is_delete_using": True}  # MariaDB has no RETURNING for it, which SQLAlchemy has to be told.
     session.execute(delete(Order).where(Order.id == Person.id), execution_options=using)
     assert [each in session for each in orders] == [False] + [True] * 5
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mariadb"], indirect=True)
+def test_delete_statement_of_a_joined_subclass_without_returning_deletes_its_instances(session):
+    kept, gone = made(session, Shop(name="kept"), Shop(name="gone"))
+    made(session, Person(id=gone.id))
+    using = {"is_delete_using": True}
+    session.execute(delete(Shop).where(Shop.id == Person.id), execution_options=using)
+    assert (kept in session, gone in session) == (True, False)
 
 
 def test_insert_statements_start_at_1(session):
