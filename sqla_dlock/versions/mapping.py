@@ -50,10 +50,13 @@ class VersionedMixin:
     """The relationships of an aggregate root, such as "lines.parts": a change at their end increments its version."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if AbstractConcreteBase in cls.__bases__:
+        if issubclass(cls, AbstractConcreteBase):
+            # Not left to `_check_mapping`: SQLAlchemy maps this parent, to a union of the tables, after its subclasses.
+            above = next(base.__name__ for base in cls.__mro__ if AbstractConcreteBase in base.__bases__)
             raise ArgumentError(
-                f"{cls.__name__} is an AbstractConcreteBase, without a table that could have a version: put "
-                f"VersionedMixin on each class below {cls.__name__} instead"
+                f"a flush would not check the version of {cls.__name__}: {above} is an AbstractConcreteBase, to which "
+                f"SQLAlchemy assigns the tables of its classes; make {above} a ConcreteBase with a table, or let it "
+                "have __abstract__ = True, and put VersionedMixin on each class that has a table"
             )
         if _is_root_of_hierarchy(cls):
             _add_version(cls)
