@@ -44,6 +44,7 @@ from sqlalchemy.orm import (
     Mapped,
     Session,
     aliased,
+    column_property,
     declarative_base,
     mapped_column,
     registry,
@@ -1462,6 +1463,38 @@ def test_upsert_of_the_table_of_a_joined_subclass_is_refused_and_one_of_a_parent
         session.execute(upsert_row(Shop.__table__, owner="b"))
     session.execute(upsert_row(Person.__table__, name="b"))
     assert session.scalar(select(func.count(Person.id))) == 1
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+@pytest.mark.parametrize(("name", "refusal"), [("account", r"Mailed\.version \+ 1"), ("mail", "in the table account")])
+def test_upsert_or_replace_of_a_table_of_a_class_on_a_join_is_refused(session, on, name, refusal):
+    class Separate(DeclarativeBase):
+        pass
+
+    columns = Column("version", BigInteger, nullable=False), Column("name", String(20))
+    account = Table("account", Separate.metadata, Column("id", Integer, primary_key=True), *columns)
+    mail = Table(
+        "mail", Separate.metadata, Column("id", ForeignKey("account.id"), primary_key=True), Column("name", String(20))
+    )
+
+    class Mailed(VersionedMixin, Separate):
+        __table__ = account.join(mail)
+        id = column_property(account.c.id, mail.c.id)
+        name = column_property(account.c.name, mail.c.name)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": account.c.version}
+
+    executor, table = session.connection() if on == "connection" else session, Separate.metadata.tables[name]
+    if session.get_bind().dialect.name == DIALECT:
+        upsert_row = mysql.insert(table).values(id=1).on_duplicate_key_update(name="theirs")
+    else:
+        dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+        upsert_row = (
+            dialect.insert(table).values(id=1).on_conflict_do_update(index_elements=["id"], set_={"name": "theirs"})
+        )
+    with pytest.raises(NotSupported, match=refusal):
+        executor.execute(upsert_row)
+    with pytest.raises(NotSupported, match="REPLACE of Mailed"):
+        executor.execute(insert(table).prefix_with("OR REPLACE").values(id=1))
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
