@@ -747,6 +747,46 @@ def test_version_of_a_decorated_number_has_to_count_as_well(session):
     assert Decorated.__mapper__.version_id_generator(None) == 1, "the time, as in a BigInteger; it is stopped here"
 
 
+@pytest.mark.parametrize("version", ["1", None])
+def test_update_by_primary_key_with_a_version_that_is_no_decorated_number_is_a_mistake(session, version, statements):
+    class BigNumber(TypeDecorator):
+        impl, cache_ok = BigInteger, True
+
+    class Decorated(VersionedMixin, declarative_base()):
+        __tablename__ = "decorated"
+        id = mapped_column(Integer, primary_key=True)
+        version = mapped_column(BigNumber, nullable=False)
+
+    with pytest.raises(TypeError, match=f"the expected version is a number, .* not {version!r}"):
+        session.execute(update(Decorated), [{"id": 1, "version": version}])
+    assert sent(statements) == []
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_update_by_primary_key_takes_a_number_that_its_own_type_decorator_shows_as_a_text(session):
+    class Hexadecimal(TypeDecorator):
+        impl, cache_ok = BigInteger, True
+
+        def process_bind_param(self, value: Any, dialect: Any) -> Any:
+            return None if value is None else int(value, 16)
+
+        def process_result_value(self, value: Any, dialect: Any) -> Any:
+            return None if value is None else f"{value:x}"
+
+    class Decorated(VersionedMixin, declarative_base()):
+        __tablename__ = "decorated"
+        id = mapped_column(Integer, primary_key=True)
+        note = mapped_column(String(20))
+        version = mapped_column(Hexadecimal, nullable=False)
+        __mapper_args__: ClassVar[Any] = {"version_id_generator": lambda former: f"{int(former or '9', 16) + 1:x}"}
+
+    Decorated.__table__.create(session.connection())
+    session.add(Decorated(id=1))
+    session.flush()
+    session.execute(update(Decorated), [{"id": 1, "note": "new", "version": "a"}])
+    assert rows(session, Decorated.note, Decorated.version) == [("new", "b")]
+
+
 NOT_COUNTED: Final = {
     "session": lambda session: session.execute(update(Note).values(title="new")),
     "itself": lambda session: session.execute(update(Note).values(title="new", revision=Note.revision)),
