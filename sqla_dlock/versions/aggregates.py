@@ -19,7 +19,7 @@ from sqlalchemy.orm.attributes import get_history
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.statements import other_mappers, plain
-from sqla_dlock.versions.mapping import VersionedMixin
+from sqla_dlock.versions.mapping import VersionedMixin, version_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
@@ -107,9 +107,14 @@ def is_of_flush(table: Any, cache: Any) -> bool:
 
 def versioned_class(table: Any) -> Mapper[Any] | None:
     """Return the versioned class of a table, the topmost one of a hierarchy in it; None if it is that of a parent."""
-    mappers = _counted_tables.get(table, ())
-    own = [each for each in mappers if each.local_table is table and issubclass(each.class_, VersionedMixin)]
-    return min(own, key=lambda each: len(list(each.iterate_to_root())), default=None)
+    own = [each for each in _counted_tables.get(table, ()) if _is_versioned_class_of(table, each)]
+    return min(own, key=lambda each: version_column(each).table is not table, default=None)
+
+
+def _is_versioned_class_of(table: Any, mapper: Mapper[Any]) -> bool:
+    """Return whether a table is that of a versioned class, or one of those it joins, and not that of its parent."""
+    is_inherited = mapper.inherits is not None and table in mapper.inherits.tables
+    return issubclass(mapper.class_, VersionedMixin) and not is_inherited
 
 
 def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:

@@ -366,7 +366,8 @@ def _refuse_insert(statement: Any, mapper: Mapper[Any], rows: Sequence[Any]) -> 
         writer = f"an upsert of {name}"
         version = _countable_version(statement, mapper, writer)
         # Of the child of an aggregate, an attribute would be refused in a statement on the table.
-        counted = f"{name}.{version_key(mapper) if is_on_class(statement) else f'__table__.c.{version.key}'}"
+        is_column = not is_on_class(statement) and version.table is mapper.local_table
+        counted = f"{name}.{f'__table__.c.{version.key}' if is_column else version_key(mapper)}"
         if not _counts([values[version.key]] if version.key in values else [], mapper, writer):
             raise NotSupported(
                 f"{writer} has to count its version up itself, by set_={{..., {version.key!r}: {counted} + 1}}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import getattr_static
+from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from warnings import catch_warnings, simplefilter
 
@@ -12,6 +13,8 @@ from sqlalchemy.exc import ArgumentError, SAWarning
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.ext.declarative import AbstractConcreteBase
 from sqlalchemy.orm import ColumnProperty, Mapped, Mapper, declared_attr, mapped_column, synonym
+from sqlalchemy.sql import visitors
+from sqlalchemy.sql.elements import BinaryExpression
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import UserDefinedType
 
@@ -50,10 +53,13 @@ class VersionedMixin:
     """The relationships of an aggregate root, such as "lines.parts": a change at their end increments its version."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if AbstractConcreteBase in cls.__bases__:
+        if issubclass(cls, AbstractConcreteBase):
+            # Not left to `_check_mapping`: SQLAlchemy maps this parent, to a union of the tables, after its subclasses.
+            above = next(base.__name__ for base in cls.__mro__ if AbstractConcreteBase in base.__bases__)
             raise ArgumentError(
-                f"{cls.__name__} is an AbstractConcreteBase, without a table that could have a version: put "
-                f"VersionedMixin on each class below {cls.__name__} instead"
+                f"a flush would not check the version of {cls.__name__}: {above} is an AbstractConcreteBase, to which "
+                f"SQLAlchemy assigns the tables of its classes; make {above} a ConcreteBase with a table, or let it "
+                "have __abstract__ = True, and put VersionedMixin on each class that has a table"
             )
         if _is_root_of_hierarchy(cls):
             _add_version(cls)
@@ -73,18 +79,32 @@ def version_key(mapper: Mapper[Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
-    """Return the primary key in the table of the version, which in joined inheritance may be a parent's table.
+    """Return, for each column of the primary key, the one that equals it in the table of the version.
 
+    In joined inheritance that may be a parent's or a subclass's table, whose key may differ in its order and names.
     Raises ArgumentError for a class on a join, of which several instances may share the row that has the version.
     """
     table = version_column(mapper).table
-    columns = tuple(column for column in mapper.primary_key if column.table is table) or tuple(table.primary_key)
-    if len(columns) != len(mapper.primary_key):
+    found: list[Any] = []
+    for column in mapper.primary_key:
+        equal = _joined_with(mapper, column)
+        found += [column] if column.table is table else [each for each in table.c if each in equal][:1]
+    if len(found) != len(mapper.primary_key):
         raise ArgumentError(
             f"a row of {table.name}, which has the version, is not one instance of {mapper.class_.__name__}, whose key "
             "has columns of other tables: map each table by a class of its own, with a relationship between them"
         )
-    return columns
+    return tuple(found)
+
+
+def _joined_with(mapper: Mapper[Any], column: Any) -> set[Any]:
+    """Return a column, and all that the joins of the tables of a class set equal to it."""
+    parts = visitors.iterate(mapper.persist_selectable)
+    pairs = [{each.left, each.right} for each in parts if isinstance(each, BinaryExpression) and each.operator is eq]
+    equal = {column}
+    while more := {each for pair in pairs if pair & equal for each in pair - equal}:
+        equal |= more
+    return equal
 
 
 def is_number(version: Any) -> bool:

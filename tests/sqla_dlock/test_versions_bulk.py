@@ -44,6 +44,7 @@ from sqlalchemy.orm import (
     Mapped,
     Session,
     aliased,
+    column_property,
     declarative_base,
     mapped_column,
     registry,
@@ -806,6 +807,46 @@ def test_version_of_a_decorated_number_has_to_count_as_well(session):
     assert Decorated.__mapper__.version_id_generator(None) == 1, "the time, as in a BigInteger; it is stopped here"
 
 
+@pytest.mark.parametrize("version", ["1", None])
+def test_update_by_primary_key_with_a_version_that_is_no_decorated_number_is_a_mistake(session, version, statements):
+    class BigNumber(TypeDecorator):
+        impl, cache_ok = BigInteger, True
+
+    class Decorated(VersionedMixin, declarative_base()):
+        __tablename__ = "decorated"
+        id = mapped_column(Integer, primary_key=True)
+        version = mapped_column(BigNumber, nullable=False)
+
+    with pytest.raises(TypeError, match=f"the expected version is a number, .* not {version!r}"):
+        session.execute(update(Decorated), [{"id": 1, "version": version}])
+    assert sent(statements) == []
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_update_by_primary_key_takes_a_number_that_its_own_type_decorator_shows_as_a_text(session):
+    class Hexadecimal(TypeDecorator):
+        impl, cache_ok = BigInteger, True
+
+        def process_bind_param(self, value: Any, dialect: Any) -> Any:
+            return None if value is None else int(value, 16)
+
+        def process_result_value(self, value: Any, dialect: Any) -> Any:
+            return None if value is None else f"{value:x}"
+
+    class Decorated(VersionedMixin, declarative_base()):
+        __tablename__ = "decorated"
+        id = mapped_column(Integer, primary_key=True)
+        note = mapped_column(String(20))
+        version = mapped_column(Hexadecimal, nullable=False)
+        __mapper_args__: ClassVar[Any] = {"version_id_generator": lambda former: f"{int(former or '9', 16) + 1:x}"}
+
+    Decorated.__table__.create(session.connection())
+    session.add(Decorated(id=1))
+    session.flush()
+    session.execute(update(Decorated), [{"id": 1, "note": "new", "version": "a"}])
+    assert rows(session, Decorated.note, Decorated.version) == [("new", "b")]
+
+
 NOT_COUNTED: Final = {
     "session": lambda session: session.execute(update(Note).values(title="new")),
     "itself": lambda session: session.execute(update(Note).values(title="new", revision=Note.revision)),
@@ -1540,6 +1581,38 @@ def test_upsert_of_the_table_of_a_joined_subclass_is_refused_and_one_of_a_parent
         session.execute(upsert_row(Shop.__table__, owner="b"))
     session.execute(upsert_row(Person.__table__, name="b"))
     assert session.scalar(select(func.count(Person.id))) == 1
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+@pytest.mark.parametrize(("name", "refusal"), [("account", r"Mailed\.version \+ 1"), ("mail", "in the table account")])
+def test_upsert_or_replace_of_a_table_of_a_class_on_a_join_is_refused(session, on, name, refusal):
+    class Separate(DeclarativeBase):
+        pass
+
+    columns = Column("version", BigInteger, nullable=False), Column("name", String(20))
+    account = Table("account", Separate.metadata, Column("id", Integer, primary_key=True), *columns)
+    mail = Table(
+        "mail", Separate.metadata, Column("id", ForeignKey("account.id"), primary_key=True), Column("name", String(20))
+    )
+
+    class Mailed(VersionedMixin, Separate):
+        __table__ = account.join(mail)
+        id = column_property(account.c.id, mail.c.id)
+        name = column_property(account.c.name, mail.c.name)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": account.c.version}
+
+    executor, table = session.connection() if on == "connection" else session, Separate.metadata.tables[name]
+    if session.get_bind().dialect.name == DIALECT:
+        upsert_row = mysql.insert(table).values(id=1).on_duplicate_key_update(name="theirs")
+    else:
+        dialect = {"postgresql": postgresql, "sqlite": sqlite}[session.get_bind().dialect.name]
+        upsert_row = (
+            dialect.insert(table).values(id=1).on_conflict_do_update(index_elements=["id"], set_={"name": "theirs"})
+        )
+    with pytest.raises(NotSupported, match=refusal):
+        executor.execute(upsert_row)
+    with pytest.raises(NotSupported, match="REPLACE of Mailed"):
+        executor.execute(insert(table).prefix_with("OR REPLACE").values(id=1))
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)

@@ -10,6 +10,7 @@ from sqlalchemy import (
     DateTime,
     Engine,
     ForeignKey,
+    ForeignKeyConstraint,
     Integer,
     SmallInteger,
     String,
@@ -23,7 +24,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.declarative import AbstractConcreteBase
+from sqlalchemy.ext.declarative import AbstractConcreteBase, ConcreteBase
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -34,6 +35,7 @@ from sqlalchemy.orm import (
     relationship,
     synonym,
 )
+from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.versions import StaleObject, VersionedMixin, delete_with_version, save_with_version, touch
 
@@ -337,6 +339,139 @@ def test_save_of_a_class_whose_key_is_not_that_of_the_row_with_its_version_is_re
             write(session, mailed)
 
 
+def test_class_on_a_join_with_a_key_that_does_not_determine_the_row_with_its_version_is_refused(base):
+    """The key has as many columns as that of the table with the version, but its numbers are others."""
+    user = Table("user", base.metadata, Column("id", Integer, primary_key=True), Column("version", BigInteger))
+    mail = Table(
+        "mail", base.metadata, Column("id", Integer, primary_key=True), Column("user_id", ForeignKey("user.id"))
+    )
+    with pytest.raises(ArgumentError, match="a row of user, which has the version, is not one instance of Mailed"):
+
+        class Mailed(VersionedMixin, base):
+            __table__ = user.join(mail)
+            user_id = column_property(user.c.id, mail.c.user_id)
+            id = mail.c.id
+            __mapper_args__: ClassVar[Any] = {"version_id_col": user.c.version, "primary_key": [mail.c.id]}
+
+
+def parent_of_tenants(base: Any) -> Any:
+    class Doc(base):
+        __tablename__ = "doc"
+        tenant: Mapped[int] = mapped_column(primary_key=True)
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    return Doc
+
+
+def parent_with_a_number(base: Any) -> Any:
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    return Doc
+
+
+def contract_with_the_key_in_another_order(base: Any) -> Any:
+    class Contract(VersionedMixin, parent_of_tenants(base)):
+        __tablename__ = "contract"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        tenant: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+        __table_args__ = (ForeignKeyConstraint(["tenant", "id"], ["doc.tenant", "doc.id"]),)
+
+    return [Contract(tenant=1, id=2), Contract(tenant=2, id=1), Contract(tenant=3, id=4)]
+
+
+def contract_with_a_key_of_its_own(base: Any) -> Any:
+    class Contract(VersionedMixin, parent_with_a_number(base)):
+        __tablename__ = "contract"
+        number: Mapped[int] = mapped_column(primary_key=True)
+        doc_id: Mapped[int] = mapped_column(ForeignKey("doc.id"), unique=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    return [Contract(id=1, number=3), Contract(id=2, number=2), Contract(id=3, number=1)]
+
+
+def contract_with_a_longer_key(base: Any) -> Any:
+    class Contract(VersionedMixin, parent_with_a_number(base)):
+        __tablename__ = "contract"
+        tenant: Mapped[int] = mapped_column(primary_key=True)
+        id: Mapped[int] = mapped_column(ForeignKey("doc.id"), primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    return [Contract(tenant=1, id=2), Contract(tenant=2, id=1), Contract(tenant=3, id=4)]
+
+
+def contract_below_two_parents(base: Any) -> Any:
+    class Paper(parent_with_a_number(base)):
+        __tablename__ = "paper"
+        paper_id: Mapped[int] = mapped_column(ForeignKey("doc.id"), primary_key=True)
+
+    class Contract(VersionedMixin, Paper):
+        __tablename__ = "contract"
+        contract_id: Mapped[int] = mapped_column(ForeignKey("paper.paper_id"), primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    return [Contract(), Contract(), Contract()]
+
+
+CONTRACTS = [
+    contract_with_the_key_in_another_order,
+    contract_with_a_key_of_its_own,
+    contract_with_a_longer_key,
+    contract_below_two_parents,
+]
+
+
+@pytest.mark.parametrize("make", CONTRACTS)
+def test_version_is_that_of_the_row_whatever_the_key_of_the_table_with_it(base, engine, make):
+    contracts = make(base)
+    session = stored(base, engine, contracts[0])
+    session.add_all(contracts[1:])
+    session.commit()
+    for each in contracts:
+        each.title = "new"
+    session.flush()
+    contracts[0].title = "saved"
+    save_with_version(session, contracts[0])
+    delete_with_version(session, contracts[1])
+    titles = session.scalars(text("SELECT title FROM contract ORDER BY title DESC")).all()
+    assert titles == ["saved", "new"]
+
+
+@pytest.mark.parametrize("make", CONTRACTS)
+def test_stale_row_is_found_whatever_the_key_of_the_table_with_its_version(base, engine, make):
+    first, *others = make(base)
+    session = stored(base, engine, first)
+    session.execute(text("UPDATE contract SET version = version + 1"))
+    session.commit()
+    session.add_all(others)
+    session.commit()
+    for each in (first, *others):
+        each.title = "mine"
+    with pytest.raises(StaleObject) as conflict:
+        save_with_version(session, first)
+    assert conflict.value.instance is first
+    with pytest.raises(StaleObject) as conflict:
+        session.flush()
+    assert conflict.value.instance is first
+
+
+@pytest.mark.parametrize("make", CONTRACTS)
+@pytest.mark.parametrize("write", ["flush", "delete"])
+def test_one_stale_row_is_not_written_whatever_the_key_of_the_table_with_its_version(base, engine, make, write):
+    first = make(base)[0]
+    session = stored(base, engine, first)
+    session.execute(text("UPDATE contract SET version = version + 1"))
+    if write == "flush":
+        first.title = "mine"
+    else:
+        session.delete(first)
+    has_own_key = make is contract_with_a_key_of_its_own
+    with pytest.raises(StaleDataError if has_own_key else StaleObject):
+        session.flush()
+
+
 @pytest.mark.parametrize("kind", [String(40), Uuid, DateTime])
 def test_version_that_is_no_number_needs_a_generator(base, kind):
     with pytest.raises(ArgumentError, match="version_id_generator"):
@@ -347,27 +482,61 @@ def test_version_that_is_no_number_needs_a_generator(base, kind):
             version: Mapped[Any] = mapped_column(kind, nullable=False)
 
 
-def test_abstract_concrete_base_is_refused_and_each_of_its_classes_may_have_a_version(base, engine):
-    with pytest.raises(ArgumentError, match="each class below Refused"):
+def test_abstract_concrete_base_is_refused(base):
+    with pytest.raises(ArgumentError, match=r"Staff is an AbstractConcreteBase, .*ConcreteBase.*__abstract__ = True"):
 
-        class Refused(VersionedMixin, AbstractConcreteBase, base):
+        class Staff(VersionedMixin, AbstractConcreteBase, base):
             pass
 
+
+def test_class_below_an_abstract_concrete_base_is_refused_although_its_parent_is_not_mapped_yet(base):
     class Staff(AbstractConcreteBase, base):
         pass
 
-    class Manager(VersionedMixin, Staff):
+    with pytest.raises(ArgumentError, match="a flush would not check the version of Manager"):
+
+        class Manager(VersionedMixin, Staff):
+            __tablename__ = "manager"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "manager", "concrete": True}
+
+
+def below_a_concrete_base(base: Any) -> Any:
+    class Staff(ConcreteBase, base):
+        __tablename__ = "staff"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name: Mapped[str] = mapped_column(default="")
+        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "staff", "concrete": True}
+
+    return Staff
+
+
+def below_an_abstract_class(base: Any) -> Any:
+    class Staff(base):
+        __abstract__ = True
+
+    return Staff
+
+
+@pytest.mark.parametrize("make", [below_a_concrete_base, below_an_abstract_class])
+@pytest.mark.parametrize("write", ["flush", "delete"])
+def test_class_with_a_table_of_its_own_below_a_parent_without_versions_is_checked(base, engine, make, write):
+    staff = make(base)
+
+    class Manager(VersionedMixin, staff):
         __tablename__ = "manager"
         id: Mapped[int] = mapped_column(primary_key=True)
         name: Mapped[str] = mapped_column(default="")
-        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "manager", "concrete": True}
+        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "manager", "concrete": hasattr(staff, "__mapper__")}
 
-    base.registry.configure()
-    with stored(base, engine, manager := Manager()) as session:
-        seen = manager.version
-        manager.name = "new"
-        session.commit()
-        assert manager.version == seen + 1
+    with stored(base, engine, manager := Manager(id=1)) as session:
+        session.execute(text("UPDATE manager SET name = 'theirs', version = version + 1"))
+        if write == "flush":
+            manager.name = "mine"
+        else:
+            session.delete(manager)
+        with pytest.raises(StaleObject):
+            session.flush()
 
 
 def test_constant_of_the_name_version_that_is_not_the_version_is_refused(base):
