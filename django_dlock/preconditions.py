@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import ValidationError
@@ -22,7 +22,7 @@ from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
 from dlock_core.errors import DLockError, NoSuchKey
-from dlock_core.late import runs_async
+from dlock_core.late import LateWork, runs_async
 from dlock_core.web.decorators import Argument, finder
 from dlock_core.web.preconditions import READ_METHODS, UNCONDITIONAL_METHODS, entity_tag, evaluate
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["check_preconditions", "conditional", "etag_of"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
+
+_LATE_WORK: Final = LateWork("@conditional", "the transaction", "return a response with a list")
 
 
 def etag_of(instance: models.Model, *, variant: str = "") -> str:
@@ -94,7 +96,9 @@ def conditional(
         using: the database; by default the one that the routers choose.
 
     Raises:
-        TypeError: when decorating an async view, which cannot hold a transaction: use `check_preconditions` in it.
+        TypeError: when decorating an async view, which cannot hold a transaction: use `check_preconditions` in it; and
+            for a generator, or an answer to a change that is still to be read, such as a REST framework response with
+            an iterator or a queryset.
         Http404: there is no such row.
         DLockError: as `check_preconditions` does.
     """
@@ -125,6 +129,7 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
+        _LATE_WORK.refuse_function(view)
         find = finder(view, self.key.name, "@conditional")
 
         @wraps(view)
@@ -138,7 +143,10 @@ class _ConditionalView:
             alias = self.using or router.db_for_write(self.model)
             with transaction.atomic(using=alias):
                 self._is_known(request, value, _current_tag(self.model, value, self.variant, alias=alias, lock=True))
-                return roll_back_refusal(view(*args, **kwargs), alias)
+                answer = _LATE_WORK.refuse_answer(
+                    view, view(*args, **kwargs), "use check_preconditions() in an async view"
+                )
+                return roll_back_refusal(answer, alias)
 
         return wrapper
 
