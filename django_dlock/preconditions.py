@@ -16,7 +16,7 @@ from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
-from django_dlock.connections import roll_back_refusal
+from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
@@ -83,9 +83,9 @@ def conditional(
     """Decorate the view of one object: reads get an ETag and 304, changes need If-Match.
 
     A request that changes the object runs in a transaction in which the row is locked (on SQLite the transaction itself
-    is the lock), so everything that the view writes is based on the version in If-Match. It is rolled back by an
-    exception, and by the response that REST framework makes of one. A request that reads gets the ETag from before the
-    view ran. Works on function views, class-based views and their methods.
+    is the lock), so everything that the view writes is based on the version in If-Match. It is rolled back, with that
+    of ATOMIC_REQUESTS, by an exception, and by the response that REST framework makes of one. A request that reads gets
+    the ETag from before the view ran. Works on function views, class-based views and their methods.
 
     Args:
         model: the model of the object.
@@ -146,7 +146,11 @@ class _ConditionalView:
                 answer = _LATE_WORK.refuse_answer(
                     view, view(*args, **kwargs), "use check_preconditions() in an async view"
                 )
-                return roll_back_refusal(answer, alias)
+                roll_back_refusal(answer, alias)
+            # REST framework has met only the block above, in place of the transaction that it rolls back.
+            if connections[alias].settings_dict["ATOMIC_REQUESTS"] and in_transaction(alias):
+                roll_back_refusal(answer, alias)
+            return answer
 
         return wrapper
 

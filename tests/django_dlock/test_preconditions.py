@@ -13,6 +13,7 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.generic import DetailView
+from rest_framework.decorators import api_view
 from rest_framework.exceptions import Throttled, ValidationError
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -325,6 +326,42 @@ def test_refusal_of_atomic_requests_is_answered_too(article, monkeypatch):
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     url = f"/articles/{article.pk}?title=second"
     assert [put(url, '"old"').status_code, put(url, etag_of(article)).status_code] == [412, 200]
+
+
+def audited(view):
+    def around(request, pk):
+        Article.objects.create(title="audited")
+        return view(request, pk=pk)
+
+    return around
+
+
+def test_refusal_of_rest_framework_rolls_back_atomic_requests_around_the_row_lock_too(article, monkeypatch):
+    @audited
+    @conditional(Article)
+    @api_view(["PUT"])
+    def renames(request, pk):
+        Article.objects.filter(pk=pk).update(title="half done")
+        raise ValidationError("half done")
+
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    with transaction.atomic():  # as ATOMIC_REQUESTS does it
+        assert renames(request, pk=article.pk).status_code == 400
+    assert [each.title for each in Article.objects.all()] == ["first"]
+
+
+def test_refusal_of_rest_framework_leaves_a_transaction_of_yours_to_you(article):
+    @audited
+    @conditional(Article)
+    @api_view(["PUT"])
+    def renames(request, pk):
+        raise ValidationError("half done")
+
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    with transaction.atomic():
+        assert renames(request, pk=article.pk).status_code == 400
+    assert {each.title for each in Article.objects.all()} == {"first", "audited"}
 
 
 def test_compression_makes_tags_weak_and_they_are_taken_where_it_is_said(article):
