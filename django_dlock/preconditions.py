@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
-from django_dlock.connections import roll_back_refusal
+from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
 from dlock_core.errors import DLockError, NoSuchKey
-from dlock_core.late import runs_async
+from dlock_core.late import LateWork, runs_async
 from dlock_core.web.decorators import Argument, finder
 from dlock_core.web.preconditions import READ_METHODS, UNCONDITIONAL_METHODS, entity_tag, evaluate
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["check_preconditions", "conditional", "etag_of"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
+
+_LATE_WORK: Final = LateWork("@conditional", "the transaction", "return a response with a list")
 
 
 def etag_of(instance: models.Model, *, variant: str = "") -> str:
@@ -81,9 +83,9 @@ def conditional(
     """Decorate the view of one object: reads get an ETag and 304, changes need If-Match.
 
     A request that changes the object runs in a transaction in which the row is locked (on SQLite the transaction itself
-    is the lock), so everything that the view writes is based on the version in If-Match. It is rolled back by an
-    exception, and by the response that REST framework makes of one. A request that reads gets the ETag from before the
-    view ran. Works on function views, class-based views and their methods.
+    is the lock), so everything that the view writes is based on the version in If-Match. It is rolled back, with that
+    of ATOMIC_REQUESTS, by an exception, and by the response that REST framework makes of one. A request that reads gets
+    the ETag from before the view ran. Works on function views, class-based views and their methods.
 
     Args:
         model: the model of the object.
@@ -94,7 +96,9 @@ def conditional(
         using: the database; by default the one that the routers choose.
 
     Raises:
-        TypeError: when decorating an async view, which cannot hold a transaction: use `check_preconditions` in it.
+        TypeError: when decorating an async view, which cannot hold a transaction: use `check_preconditions` in it; and
+            for a generator, or an answer to a change that is still to be read, such as a REST framework response with
+            an iterator or a queryset.
         Http404: there is no such row.
         DLockError: as `check_preconditions` does.
     """
@@ -125,6 +129,7 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
+        _LATE_WORK.refuse_function(view)
         find = finder(view, self.key.name, "@conditional")
 
         @wraps(view)
@@ -138,7 +143,14 @@ class _ConditionalView:
             alias = self.using or router.db_for_write(self.model)
             with transaction.atomic(using=alias):
                 self._is_known(request, value, _current_tag(self.model, value, self.variant, alias=alias, lock=True))
-                return roll_back_refusal(view(*args, **kwargs), alias)
+                answer = _LATE_WORK.refuse_answer(
+                    view, view(*args, **kwargs), "use check_preconditions() in an async view"
+                )
+                roll_back_refusal(answer, alias)
+            # REST framework has met only the block above, in place of the transaction that it rolls back.
+            if connections[alias].settings_dict["ATOMIC_REQUESTS"] and in_transaction(alias):
+                roll_back_refusal(answer, alias)
+            return answer
 
         return wrapper
 

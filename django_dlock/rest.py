@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from django.db.models import Model
 from django.views import View
@@ -181,9 +181,10 @@ class PreconditionMixin(_View):
 class VersionedSerializerMixin(_Serializer):
     """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field.
 
-    A version among the data of a change has to be that of the instance, as if it were assigned to it; a change without
-    one is not compared. A new object gets a version of its own. In nested data and lists, where the serializer does not
-    know the instance, compare the versions yourself.
+    A version among the data of a change has to be that of the instance, as if it were assigned to it; so has a field of
+    another name whose `source` is the version. A change without one is not compared, unless you declare the field as
+    required: then each change needs it, also a PATCH. A new object needs none, and gets a version of its own. In nested
+    data and lists, where the serializer does not know the instance, compare the versions yourself.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -191,24 +192,54 @@ class VersionedSerializerMixin(_Serializer):
         require_left_of(serializers.Serializer, VersionedSerializerMixin, cls)
 
     def get_fields(self) -> dict[str, Any]:
-        """Return the fields, including the version."""
-        return {**super().get_fields(), self._dlock_version_name(): serializers.IntegerField(read_only=True)}
+        """Return the fields, including the version; raises TypeError if its name is that of another value's field."""
+        name, fields = self._dlock_version_name(), super().get_fields()
+        source = fields.setdefault(name, serializers.IntegerField(read_only=True)).source
+        if source not in (None, name):
+            raise TypeError(
+                f"the field {name!r} of {type(self).__name__} shows {source!r} in place of the version: "
+                "give it another name"
+            )
+        if self._dlock_makes_new():  # A client cannot know the version of an object that is not there yet.
+            for key, field in fields.items():
+                field.required = field.required and (field.source or key) != name
+        return fields
 
     def to_internal_value(self, data: Any) -> Any:
         """Validate the data; raises StaleObject if they have another version than the instance."""
         validated = super().to_internal_value(data)
-        name, instance = self._dlock_version_name(), self.instance
-        if name in data and isinstance(instance, Model) and not instance._state.adding:
-            sent, read = _version_in(data, name), read_version(instance)
-            if sent != read:
-                raise emit_conflict(StaleObject(instance, expected=sent, found=read))
+        name, is_known = self._dlock_version_name(), _is_saved(self.instance)
+        if is_known:
+            for field in self.fields.values():
+                if field.source == name:
+                    self._dlock_compare(field, data)
+        if is_known or self._dlock_makes_new():
+            validated.pop(name, None)
         return validated
+
+    def _dlock_compare(self, field: Any, data: Any) -> None:
+        if field.field_name in data:
+            sent, read = _version_in(data, field.field_name), read_version(cast("Model", self.instance))
+            if sent != read:
+                raise emit_conflict(StaleObject(self.instance, expected=sent, found=read))
+        elif field.required:  # The framework itself does not require it of a PATCH.
+            message = field.error_messages["required"]
+            raise serializers.ValidationError({field.field_name: [message]}, code="required")
+
+    def _dlock_makes_new(self) -> bool:
+        """Return whether the data are of new objects, as far as the outermost serializer says."""
+        instance = getattr(self.root, "instance", None)  # A ListField may be the outermost, too.
+        return instance is None or (isinstance(instance, Model) and not _is_saved(instance))
 
     def _dlock_version_name(self) -> str:
         model: Any = self.Meta.model
         require_version(model)
         name: str = model._dlock_version.name
         return name
+
+
+def _is_saved(instance: Any) -> bool:
+    return isinstance(instance, Model) and not instance._state.adding
 
 
 def _version_in(data: Any, name: str) -> int:

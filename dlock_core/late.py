@@ -77,7 +77,7 @@ class LateWork:
     def refuse_answer(self, function: Any, answer: Any, if_coroutine: str) -> Any:
         """Return the answer of a call; raises TypeError, with advice, if the work is still to be done."""
         is_response = _keeps_data(answer)
-        kind = kind_of_late(answer.data if is_response else answer)
+        kind = kind_of_late(getattr(answer, "data", None) if is_response else answer)
         if not kind:
             return answer
         advice = {"coroutine": if_coroutine}.get(kind, self.instead)
@@ -118,8 +118,10 @@ def _keeps_data(answer: Any) -> bool:
 
 
 def _is_unread_query(answer: Any) -> bool:
-    """Return whether it is a query that is sent when it is read; Django's keeps its rows, and is sent once."""
-    return not _QUERIES.isdisjoint(_class_names(answer.__class__)) and getattr(answer, "_result_cache", None) is None
+    """Return whether it is a query that is sent when it is read; Django's keeps its rows, and is sent once or never."""
+    if _QUERIES.isdisjoint(_class_names(answer.__class__)) or getattr(answer, "_result_cache", None) is not None:
+        return False
+    return not (hasattr(answer, "query") and getattr(answer.query, "is_empty", bool)())
 
 
 @lru_cache(maxsize=64)  # It is asked at every call of a decorated function, about few classes.

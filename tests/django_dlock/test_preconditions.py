@@ -13,7 +13,9 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.generic import DetailView
+from rest_framework.decorators import api_view
 from rest_framework.exceptions import Throttled, ValidationError
+from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from django_dlock import arg
@@ -279,10 +281,87 @@ def test_refusal_of_rest_framework_after_a_write_rolls_it_back(article, error):
     assert Article.objects.get(pk=article.pk).title == "first"
 
 
+@pytest.mark.parametrize(
+    "answer_with", [lambda rows: map(str, rows), lambda rows: (row for row in rows), lambda rows: rows]
+)
+def test_answer_to_a_change_that_would_be_read_after_the_row_lock_is_refused(article, answer_with):
+    @conditional(Article)
+    class Renames(APIView):
+        authentication_classes = ()
+
+        def put(self, request, pk):
+            Article.objects.filter(pk=pk).update(title="half done")
+            return Response(answer_with(Article.objects.values()))
+
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    with pytest.raises(
+        TypeError, match=r"^@conditional: .* returned a .*, which runs after the transaction: return a list"
+    ):
+        Renames.as_view()(request, pk=article.pk)
+    assert Article.objects.get(pk=article.pk).title == "first"
+
+
+def test_generator_is_refused_as_a_conditional_view():
+    def shows(request, pk):
+        yield pk
+
+    with pytest.raises(TypeError, match=r"^@conditional cannot cover the generator .*: return a response"):
+        conditional(Article)(shows)
+
+
+def test_answer_to_a_reader_may_be_read_after_the_view_because_its_tag_is_older(article):
+    @conditional(Article)
+    class Shows(APIView):
+        authentication_classes = ()
+
+        def get(self, request, pk):
+            return Response(Article.objects.filter(pk=pk).values("title"))
+
+    response = Shows.as_view()(RequestFactory().get("/"), pk=article.pk)
+    assert response.headers["ETag"] == etag_of(article)
+    assert b"first" in response.render().content
+
+
 def test_refusal_of_atomic_requests_is_answered_too(article, monkeypatch):
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     url = f"/articles/{article.pk}?title=second"
     assert [put(url, '"old"').status_code, put(url, etag_of(article)).status_code] == [412, 200]
+
+
+def audited(view):
+    def around(request, pk):
+        Article.objects.create(title="audited")
+        return view(request, pk=pk)
+
+    return around
+
+
+def test_refusal_of_rest_framework_rolls_back_atomic_requests_around_the_row_lock_too(article, monkeypatch):
+    @audited
+    @conditional(Article)
+    @api_view(["PUT"])
+    def renames(request, pk):
+        Article.objects.filter(pk=pk).update(title="half done")
+        raise ValidationError("half done")
+
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    with transaction.atomic():  # as ATOMIC_REQUESTS does it
+        assert renames(request, pk=article.pk).status_code == 400
+    assert [each.title for each in Article.objects.all()] == ["first"]
+
+
+def test_refusal_of_rest_framework_leaves_a_transaction_of_yours_to_you(article):
+    @audited
+    @conditional(Article)
+    @api_view(["PUT"])
+    def renames(request, pk):
+        raise ValidationError("half done")
+
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    with transaction.atomic():
+        assert renames(request, pk=article.pk).status_code == 400
+    assert {each.title for each in Article.objects.all()} == {"first", "audited"}
 
 
 def test_compression_makes_tags_weak_and_they_are_taken_where_it_is_said(article):

@@ -46,7 +46,7 @@ class ArticleSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
 
 
 class DraftSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
-    revision = serializers.IntegerField()
+    revision = serializers.IntegerField(required=False)
 
     class Meta:
         model = Draft
@@ -271,6 +271,76 @@ def test_version_that_is_none_is_an_error_of_its_field(plain_view, sent):
     answer = send(plain_view, "patch", draft, {"title": "mine", "revision": sent})
     assert (answer.status_code, list(answer.data)) == (400, ["revision"])
     assert send(plain_view, "patch", draft, {"title": "mine", "revision": "1"}).status_code == 200
+
+
+def declaring(own=None, **meta):
+    """Return a serializer of drafts with a field of the version of its own."""
+    options = type("Meta", (), {"model": Draft, "fields": ["title", "revision"], **meta})
+    fields = {} if own is None else {"revision": own}
+    return type("Own", (VersionedSerializerMixin, serializers.ModelSerializer), {"Meta": options, **fields})
+
+
+REQUIRED = [
+    lambda: declaring(serializers.IntegerField()),
+    lambda: declaring(extra_kwargs={"revision": {"required": True, "read_only": False}}),
+]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("make", REQUIRED, ids=["declared", "extra_kwargs"])
+def test_version_that_is_declared_as_required_has_to_be_in_every_change(use_database, make, partial):
+    use_database("default")
+    serializer, draft = make(), Draft.objects.create(title="first")
+    sent = serializer(draft, data={"title": "mine"}, partial=partial)
+    assert not sent.is_valid()
+    assert [error.code for error in sent.errors["revision"]] == ["required"]
+    with pytest.raises(StaleObject):
+        serializer(draft, data={"title": "mine", "revision": 7}, partial=partial).is_valid()
+    sent = serializer(draft, data={"title": "mine", "revision": 1}, partial=partial)
+    assert sent.is_valid()
+    assert sent.save().revision == 2
+
+
+@pytest.mark.parametrize("make", REQUIRED, ids=["declared", "extra_kwargs"])
+def test_new_object_needs_no_version_and_gets_its_own(use_database, make):
+    use_database("default")
+    for data in ({"title": "new"}, {"title": "new", "revision": 9}):
+        sent = make()(data=data)
+        assert sent.is_valid()
+        assert sent.save().revision == 1
+
+
+def test_version_field_of_your_own_is_validated_as_you_say(use_database):
+    use_database("default")
+
+    class Own(declaring(serializers.IntegerField(required=False))):
+        def validate_revision(self, revision):
+            raise serializers.ValidationError("no")
+
+    draft = Draft.objects.create(title="first")
+    assert not Own(draft, data={"title": "mine", "revision": 1}).is_valid()
+    assert Own(draft, data={"title": "mine"}).is_valid()
+
+
+@pytest.mark.parametrize("options", [{"read_only": True}, {"required": False}])
+def test_version_under_another_name_is_compared_too(use_database, options):
+    use_database("default")
+
+    class Own(declaring(fields=["title", "rev"])):
+        rev = serializers.IntegerField(source="revision", **options)
+
+    draft = Draft.objects.create(title="first")
+    with pytest.raises(StaleObject):
+        Own(draft, data={"title": "mine", "rev": 7}).is_valid()
+    sent = Own(draft, data={"title": "mine", "rev": 1})
+    assert sent.is_valid()
+    assert sent.save().revision == 2
+
+
+def test_version_s_name_on_another_value_is_refused():
+    own = serializers.CharField(source="title")
+    with pytest.raises(TypeError, match="the field 'revision' of Own shows 'title' in place of the version"):
+        _ = declaring(own)().fields
 
 
 def test_version_in_the_body_and_if_match_have_both_to_hold(use_database):

@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial, wraps
+from unittest.mock import Mock
 
 import pytest
 from asgiref.sync import iscoroutinefunction, sync_to_async
@@ -1068,6 +1069,21 @@ def test_query_that_was_read_under_the_lease_may_be_returned(make_default):
 
     assert list(function()) == []
     assert locked("order", 7)(lambda: Response(list(function())))().data == []
+
+
+def test_query_that_is_never_sent_may_be_returned(make_default, journal):
+    make_default("default", atomic_requests=False)
+    for answer in (Counter.objects.none(), Counter.objects.filter(pk=7).none(), Response(Counter.objects.none())):
+        assert locked("order", 7)(lambda: answer)() is answer  # noqa: B023 - it is called at once
+    assert not any("SELECT" in line for line in journal)
+    with pytest.raises(TypeError, match="returned a query"):
+        locked("order", 7)(lambda: Counter.objects.none().union(Counter.objects.all()))()
+
+
+def test_response_without_data_may_be_returned(make_default):
+    make_default("default", atomic_requests=False)
+    answer = Mock(spec=Response)  # as applications test their views
+    assert locked("order", 7)(lambda: answer)() is answer
 
 
 def test_streaming_response_may_be_returned(make_default, journal):
