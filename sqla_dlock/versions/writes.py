@@ -137,15 +137,15 @@ def note_written(
     written = {}
     for *key, version in rows:
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(tuple(key)))
-        if instance is not None and _is_current(state := instance_state(instance), version):
-            written[tuple(key)] = state
+        if instance is not None and _is_current(instance_state(instance), version):
+            written[tuple(key)] = instance
     next_versions = _next_versions(connection, mapper, written, options)
-    for known, state in written.items():
+    for known, instance in written.items():
         if known in next_versions:
-            set_committed_value(state.obj(), version_key(mapper), next_versions[known])
+            set_committed_value(instance, version_key(mapper), next_versions[known])
         else:
-            state.info[_READ_LATE] = True
-    session._register_altered(written.values())  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+            instance_state(instance).info[_READ_LATE] = True
+    session._register_altered([instance_state(each) for each in written.values()])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
 
 
 def _is_current(state: InstanceState[Any], version: Any) -> bool:
@@ -154,14 +154,14 @@ def _is_current(state: InstanceState[Any], version: Any) -> bool:
 
 
 def _next_versions(
-    connection: Connection, mapper: Mapper[Any], written: Mapping[Any, InstanceState[Any]], options: Any
+    connection: Connection, mapper: Mapper[Any], written: Mapping[Any, Any], options: Any
 ) -> dict[Any, Any]:
     """Return the versions of the rows that an UPDATE has just written, by their keys.
 
     What a generator of the program's own has made is known to the rows only. They are locked up to the commit; after an
     UPDATE that commits by itself, another user may have written them already, and none is returned.
     """
-    rows = [(*key, state.dict[version_key(mapper)]) for key, state in written.items()]
+    rows = [(*key, instance_state(each).dict[version_key(mapper)]) for key, each in written.items()]
     if counts_by_one(mapper):
         return {tuple(key): version + 1 for *key, version in rows}
     if not rows or is_autocommit(connection) or not has_begun(connection):
