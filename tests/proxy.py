@@ -46,6 +46,11 @@ class Fault:
     def happened(self) -> bool:
         return self._happened.is_set()
 
+    @property
+    def has_met_its_request(self) -> bool:
+        """Whether its request has come; what goes wrong with the reply may still be ahead."""
+        return self.countdown <= 0
+
     def wait(self, within: float = WITHIN) -> None:
         """Wait until it has happened. For a dropped, cut or held reply, the server has then executed the request."""
         if not self._happened.wait(within):

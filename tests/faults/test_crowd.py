@@ -440,16 +440,6 @@ def patient(proxy: Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     backend.close()
 
 
-async def next_sleep(store: RedisBackend) -> None:
-    """Wait until the listener has begun a new sleep: it then forgets which waiters found their grants in the last one.
-
-    It need not have checked a waiter, which it does not after a sleep that the server has ended a moment early.
-    """
-    found = store._listeners.here()._found
-    found.add("a mark")
-    await auntil(lambda: "a mark" not in found)
-
-
 def look_again(store: RedisBackend, holder: str) -> None:
     """Make this waiter send its own request now."""
     store._listeners.here()._waiters[holder].ask_within(0.0)
@@ -465,7 +455,7 @@ def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
         async with crowd(patient, direct, ["a", "b"]) as (tasks, held):
             (holder,) = await asyncio.to_thread(waiters, direct, "b")
             told = proxy.hold_reply(matching=b"BLMOVE")
-            await next_sleep(patient)
+            await auntil(lambda: told.has_met_its_request)
             await release(held[1])
             await asyncio.to_thread(told.wait)
             found = proxy.hold_reply(matching=b"{b}")
@@ -493,7 +483,7 @@ def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
         async with crowd(patient, direct, ["a", "b", "c"]) as (tasks, held):
             (holder,) = await asyncio.to_thread(waiters, direct, "b")
             told = proxy.hold_reply(matching=b"BLMOVE")
-            await next_sleep(patient)
+            await auntil(lambda: told.has_met_its_request)
             await release(held[2])
             await asyncio.to_thread(told.wait)  # now there is no listener
             await release(held[1])
