@@ -172,6 +172,14 @@ def never_left(config: dict[str, Any]) -> None:
 
     sections.ALONE = (sections.add_within,)  # type: ignore[misc]
     config["stop_rate"] = 0.0  # a holder that stands still would lose its lease, which ends it too
+    kept: list[object] = []  # A handle that is garbage-collected would detach itself.
+    attach = Tie.attach
+
+    def attach_for_good(tie: Tie, handle: Any) -> None:
+        kept.append(handle)
+        attach(tie, handle)
+
+    Tie.attach = attach_for_good  # type: ignore[method-assign]
     Tie.bind_to = lambda *_: None  # type: ignore[method-assign]
 
 
