@@ -12,7 +12,7 @@ from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from sqlalchemy.orm import Mapper
 
@@ -31,6 +31,7 @@ __all__ = [
     "without_lambda",
     "writes_in_ctes",
     "written_mapper",
+    "written_tables",
 ]
 
 _CLAUSES: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
@@ -135,20 +136,26 @@ def is_on_class(statement: Any) -> bool:
     return "parententity" in plain(statement).table._annotations  # noqa: SLF001
 
 
+def written_tables(statement: Any) -> set[Any]:
+    """Return the table that an UPDATE, INSERT or DELETE writes, and those of the columns that an UPDATE sets."""
+    statement = plain(statement)
+    if not isinstance(statement, Update | Insert | Delete):
+        return set()
+    columns = set_values(statement) if isinstance(statement, Update) else ()
+    return {without_alias(each) for each in (statement.table, *(getattr(column, "table", None) for column in columns))}
+
+
 def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
     """Yield each further class of which an UPDATE sets a column in another table, as MySQL and MariaDB can."""
     statement = plain(statement)
-    for column in set_values(statement) if isinstance(statement, Update) else ():
-        table = getattr(column, "table", None)
-        if table is not None and table not in _tables(statement):
+    columns = set_values(statement) if isinstance(statement, Update) else ()
+    others = [column for column in columns if getattr(column, "table", None) not in (None, statement.table)]
+    own = written_mapper(statement) if others else None
+    for column in others:
+        if own is None or column.table not in own.tables:
             named = column._annotations.get("parentmapper")  # noqa: SLF001
             # Of a column of the table only, the class is one of which the statement names an attribute elsewhere.
-            yield from [named] if named is not None else (each for each in _named(statement) if table in each.tables)
-
-
-def _tables(statement: Any) -> Sequence[Any]:
-    mapper = written_mapper(statement)
-    return [statement.table, *(mapper.tables if mapper else ())]
+            yield from [named] if named is not None else (e for e in _named(statement) if column.table in e.tables)
 
 
 def places(clause: Any, column: Any) -> Iterator[tuple[Any, bool]]:

@@ -41,6 +41,7 @@ from sqla_dlock.statements import (
     without_lambda,
     writes_in_ctes,
     written_mapper,
+    written_tables,
 )
 from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
 from sqla_dlock.versions.by_key import update_by_key
@@ -112,17 +113,11 @@ def _refuse_uncounted_ctes(*execution: Any) -> None:
 def _refuse_uncounted_core(_connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
     """Refuse a statement on a class that a Connection executes by itself, with no session that would add a count."""
     statement = plain(statement)
-    if not isinstance(statement, Update | Insert | Delete) or COUNTED in options or not _may_be_counted(statement):
+    if not isinstance(statement, Update | Insert | Delete) or COUNTED in options:
         return
     # A flush writes tables, with a cache of its own. A program may set that option, too.
     if is_on_class(statement) or not is_of_flush(statement.table, options.get("compiled_cache")):
         _refuse_uncounted(statement, "on a Connection", [*many, params])
-
-
-def _may_be_counted(statement: Any) -> bool:
-    """Return whether a statement writes a table with versions to count: others are not looked through."""
-    columns = set_values(statement) if isinstance(statement, Update) else ()
-    return may_be_counted([without_alias(statement.table), *(getattr(each, "table", None) for each in columns)])
 
 
 def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> None:
@@ -147,7 +142,12 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
 
 
 def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
-    """Return the versioned class that a statement writes, if any; refuse what no count could make sound."""
+    """Return the versioned class that a statement writes, if any; refuse what no count could make sound.
+
+    A statement that writes no table with versions to count is not looked through, which takes longer than the rest.
+    """
+    if not may_be_counted(written_tables(statement)):
+        return None
     mapper = written_mapper(statement)
     refuse_child_writes(statement, mapper)
     mapper = mapper or _overwritten_class(statement)

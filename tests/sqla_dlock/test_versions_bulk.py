@@ -1253,14 +1253,17 @@ MULTI_TABLE = {
     "attributes": lambda: {Person.name: "b", Order.reads: 5},
     "counted": lambda: {Person.name: "b", Order.reads: 5, Order.version: Order.version + 1},
     "alias": lambda: {Person.name: "b", aliased(Order).reads: 5},
+    "alias alone": lambda: {aliased(Order).reads: 5},
 }
 
 
 @pytest.mark.parametrize("values", MULTI_TABLE.values(), ids=MULTI_TABLE)
-@pytest.mark.parametrize("kind", [Person, Code])
-def test_update_that_sets_columns_of_another_versioned_class_is_refused(session, orders, values, kind):
+@pytest.mark.parametrize("kind", [Person, Code, Counter])
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_that_sets_columns_of_another_versioned_class_is_refused(session, orders, values, kind, on):
+    where = session if on == "session" else session.connection()
     with pytest.raises(NotSupported, match=r"would not count the versions of Order: send update\(Order\) by itself"):
-        session.execute(update(kind).where(kind.__table__.c[0] == Order.id).values(values()))
+        where.execute(update(kind).where(kind.__table__.c[0] == Order.id).values(values()))
     assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(0, 1)}
 
 
