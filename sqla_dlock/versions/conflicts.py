@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import bindparam, select, tuple_
 from sqlalchemy.orm.attributes import instance_state
@@ -15,7 +15,7 @@ from dlock_core.observability.hooks import emit_conflict
 from sqla_dlock.versions.mapping import key_columns, version_column
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, Select
     from sqlalchemy.orm import Mapper, Session
@@ -24,11 +24,14 @@ __all__ = [
     "StaleObject",
     "find_stale",
     "find_version",
+    "in_parts",
     "lock_versions",
     "require_versions",
     "stale_instance",
     "stale_row",
 ]
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     Key = tuple[Any, ...]
@@ -37,6 +40,12 @@ if TYPE_CHECKING:
 
 MAX_ROWS_PER_QUERY: Final = 500
 """More rows are checked and written in several statements: databases limit the parameters of one."""
+
+
+def in_parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield rows in parts that one statement takes."""
+    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
+        yield rows[start : start + MAX_ROWS_PER_QUERY]
 
 
 class StaleObject(errors.StaleObject, StaleDataError):
@@ -127,11 +136,11 @@ def find_stale(
     Many rows are counted first, as a row that is found is exactly one of the table: only if some are missing is each
     one looked for.
     """
-    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
-        some = rows[start : start + MAX_ROWS_PER_QUERY]
+    for some in in_parts(rows):
         if len(some) > 1:
             same = connection.execute(_comparing_query(mapper), {"dlock_rows": some}, execution_options=options).all()
-            some = [] if len(same) == len(some) else some
+            if len(same) == len(some):
+                continue
         for row in some:
             found, is_expected = compare_version(connection, mapper, row[:-1], row[-1], options)
             if not is_expected:
@@ -151,8 +160,7 @@ def lock_versions(
         with suppress(TypeError):  # Keys that Python cannot compare are in the database's order within each query only.
             rows = sorted(rows)
     now: set[Key] = set()
-    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
-        some = rows[start : start + MAX_ROWS_PER_QUERY]
+    for some in in_parts(rows):
         keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
         now.update(tuple(row) for row in connection.execute(query, {"dlock_keys": keys}, execution_options=options))
     return now

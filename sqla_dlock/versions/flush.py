@@ -29,9 +29,9 @@ from sqlalchemy.sql.elements import BinaryExpression
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.versions.aggregates import roots_of_changes
 from sqla_dlock.versions.conflicts import (
-    MAX_ROWS_PER_QUERY,
     find_stale,
     find_version,
+    in_parts,
     require_versions,
     stale_row,
 )
@@ -210,8 +210,8 @@ def _write_together(session: Session, connection: Connection, instances: Sequenc
         if len(rows) > 1:
             require_versions(session, connection, mapper, rows, "save")
     for (mapper, _), writes in alike.items():
-        for start in range(0, len(writes) if len(writes) > 1 else 0, MAX_ROWS_PER_QUERY):
-            _write_alike(session, connection, mapper, writes[start : start + MAX_ROWS_PER_QUERY])
+        for some in in_parts(writes) if len(writes) > 1 else ():
+            _write_alike(session, connection, mapper, some)
 
 
 def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], writes: Sequence[RowUpdate]) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import Delete, Engine, Update, bindparam, event, false, select, 
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.statements import is_on_class, plain
 from sqla_dlock.stores import connection_for_writing
-from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, lock_versions
+from sqla_dlock.versions.conflicts import in_parts, lock_versions
 from sqla_dlock.versions.mapping import version_column
 
 if TYPE_CHECKING:
@@ -108,10 +108,11 @@ def _keep_written(*execution: Any) -> None:
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
         if options[MATCHES].is_delete:
             left = _find_rows(connection, mapper, loaded, options)
-            matched[:] = [(*row[:-1], None) for row in loaded if row[:-1] not in left]
+            written = [row for row in loaded if row[:-1] not in left]
         else:
             same = lock_versions(connection, mapper, loaded, "save", options)
-            matched[:] = [(*row[:-1], None) for row in loaded if row not in same]
+            written = [row for row in loaded if row not in same]
+        matched[:] = [(*row[:-1], None) for row in written]
 
 
 def _find_rows(connection: Connection, mapper: Mapper[Any], rows: Sequence[Any], options: Any) -> set[Any]:
@@ -123,9 +124,9 @@ def _find_rows(connection: Connection, mapper: Mapper[Any], rows: Sequence[Any],
     keys = mapper.primary_key
     query = select(*keys).select_from(mapper.persist_selectable)
     query = query.where(tuple_(*keys).in_(bindparam("dlock_keys", expanding=True))).with_for_update(key_share=True)
-    for start in range(0, len(rows), MAX_ROWS_PER_QUERY):
-        some = {"dlock_keys": [row[:-1] for row in rows[start : start + MAX_ROWS_PER_QUERY]]}
-        left.update(tuple(row) for row in connection.execute(query, some, execution_options=options))
+    for some in in_parts(rows):
+        found = connection.execute(query, {"dlock_keys": [row[:-1] for row in some]}, execution_options=options)
+        left.update(tuple(row) for row in found)
     return left
 
 

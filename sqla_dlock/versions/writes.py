@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ClauseElement, Table, bindparam, event
 from sqlalchemy.orm import LoaderCallableStatus, Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
-from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.orm.exc import ObjectDeletedError
 
 from sqla_dlock.connections import has_begun, is_autocommit
@@ -178,10 +177,11 @@ def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
     name = version_key(mapper)
     loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
     states: list[Any] = [instance_state(each) for each in loaded]
-    read = [state.committed_state.get(name, state.dict[name]) for state in states]
-    read = [state.dict[name] if each is NO_VALUE else each for state, each in zip(states, read, strict=True)]
+    unread = LoaderCallableStatus.NO_VALUE
+    versions = [state.committed_state.get(name, unread) for state in states]
+    versions = [state.dict[name] if each is unread else each for state, each in zip(states, versions, strict=True)]
     yield
-    for instance, state, version in zip(loaded, states, read, strict=True):
+    for instance, state, version in zip(loaded, states, versions, strict=True):
         if name not in state.dict:
             set_committed_value(instance, name, version)
             state.info[_READ_LATE] = True

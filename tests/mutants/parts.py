@@ -183,8 +183,8 @@ EXPLAINED: Final[dict[str, str]] = {
     "sqla_dlock/connections.py: self.listens = False → self.listens = True": (
         "a connection that nobody listens to is told once more that nobody does"
     ),
-    "sqla_dlock/versions/flush.py: for start in range(0, len(writes) if len(writes) > 1 else 0, MAX_ROWS_PER_QUERY): "
-    "→ for start in range(0, len(writes) if len(writes) >= 1 else 0, MAX_ROWS_PER_QUERY):": (
+    "sqla_dlock/versions/flush.py: for some in in_parts(writes) if len(writes) > 1 else (): "
+    "→ for some in in_parts(writes) if len(writes) >= 1 else ():": (
         "a row that is alone is written by one UPDATE with the same check, here or by the flush that follows"
     ),
     "sqla_dlock/versions/conflicts.py: if len(rows) > MAX_ROWS_PER_QUERY: → if len(rows) >= MAX_ROWS_PER_QUERY:": (
