@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.orm.attributes import instance_state
 
 from dlock_core.web.preconditions import READ_METHODS, entity_tag, evaluate
+from sqla_dlock.versions.in_memory import read_version
 from sqla_dlock.versions.mapping import version_column
-from sqla_dlock.versions.writes import read_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,14 +22,13 @@ from sqla_dlock.versions import bulk, undone  # noqa: F401 - their listeners
 from sqla_dlock.versions.aggregates import has_root, roots_of_changes
 from sqla_dlock.versions.conflicts import StaleObject, find_version, require_versions, stale_instance
 from sqla_dlock.versions.flush import has_only_our_listeners
+from sqla_dlock.versions.in_memory import expected_version, require_expected
 from sqla_dlock.versions.mapping import VersionedMixin
 from sqla_dlock.versions.writes import (
-    expected_version,
     is_touchable,
     is_touched,
     mark_flushed,
     needs_one_update,
-    require_expected,
     row_update,
     send_updates,
 )

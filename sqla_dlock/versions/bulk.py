@@ -45,9 +45,10 @@ from sqla_dlock.statements import (
 )
 from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
 from sqla_dlock.versions.by_key import update_by_key
+from sqla_dlock.versions.in_memory import keeping_versions
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
 from sqla_dlock.versions.matches import MATCHES, execute, lock_matches, option, synchronize
-from sqla_dlock.versions.writes import COUNTED, keeping_versions
+from sqla_dlock.versions.writes import COUNTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

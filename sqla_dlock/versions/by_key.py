@@ -10,9 +10,9 @@ from sqlalchemy.engine.result import null_result
 
 from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
+from sqla_dlock.versions.in_memory import keeping_versions, no_number, note_overtaken, note_written
 from sqla_dlock.versions.mapping import counts_by_one, is_number, version_column, version_key
 from sqla_dlock.versions.matches import execute, option
-from sqla_dlock.versions.writes import keeping_versions, no_number, note_overtaken, note_written
 
 if TYPE_CHECKING:
     from sqlalchemy import Result

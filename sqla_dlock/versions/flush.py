@@ -35,10 +35,10 @@ from sqla_dlock.versions.conflicts import (
     require_versions,
     stale_row,
 )
+from sqla_dlock.versions.in_memory import expected_version
 from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
 from sqla_dlock.versions.writes import (
     count_touch,
-    expected_version,
     is_touched,
     mark_flushed,
     needs_one_update,

@@ -1,0 +1,228 @@
+"""The version that an instance in memory was read with.
+
+SQLAlchemy keeps a version with the other columns of an instance, and may refresh it alone: after
+`expire(instance, ["version"])`, or as a deferred column. Such a version is newer than the data, and checking it would
+miss a lost update. So the listeners in this module record for each instance that this happened (`_READ_LATE`), and such
+a version is refused.
+
+Statements that write many rows change versions in memory, too: `note_overtaken`, `note_written`, `keeping_versions`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import event
+from sqlalchemy.orm import LoaderCallableStatus, Mapper
+from sqlalchemy.orm.attributes import instance_state, set_committed_value
+from sqlalchemy.orm.exc import ObjectDeletedError
+
+from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.versions.conflicts import lock_versions, stale_instance
+from sqla_dlock.versions.mapping import counts_by_one, version_key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import InstanceState, Session
+
+__all__ = [
+    "expected_version",
+    "keeping_versions",
+    "no_number",
+    "note_overtaken",
+    "note_written",
+    "read_version",
+    "require_expected",
+]
+
+_READ_LATE: Final = "dlock_version_read_late"
+_WRITTEN: Final = "dlock_version_written"
+
+
+# Of every class, also one that was mapped before this module was imported: `save_with_version` needs no mixin.
+@event.listens_for(Mapper, "refresh", raw=True)
+def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
+    """Mark an instance whose version was read later than other columns, for which it then proves nothing."""
+    if state.mapper.version_id_col is None:
+        return
+    name, left_out = version_key(state.mapper), _take_left_out(state)
+    is_read = name not in left_out if names is None else name in names
+    # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
+    if context is None or not is_read:
+        return
+    # A version that the database counts: a flush reads it back after its own write, unless RETURNING has brought it.
+    if state.mapper.version_id_generator is False and context.session._flushing and state.modified:  # noqa: SLF001
+        return
+    unread = left_out if names is None else _changeable(state.mapper).difference(names)
+    if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
+        state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
+    if any(_was_read(state, each) for each in unread) and state.dict[name] != state.info.get(_WRITTEN):
+        state.info[_READ_LATE] = True
+    else:
+        state.info.pop(_READ_LATE, None)
+
+
+def _take_left_out(state: InstanceState[Any]) -> set[str]:
+    """Return the columns in memory that the last query has left out, by `load_only` or `defer`.
+
+    For each of them SQLAlchemy keeps a callable that loads it, even after it was loaded. What is in memory needs none,
+    so it is removed here: the next one is that of the next query.
+    """
+    if not state.callables:
+        return set()
+    left_out = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
+    for each in left_out:
+        del state.callables[each]
+    return left_out
+
+
+@event.listens_for(Mapper, "after_update", raw=True)
+def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
+    """Keep the version that a flush wrote, with which all columns in memory belong together.
+
+    An autoflush may come between a query and the loading of its rows. The rows then refresh the version of an instance
+    that has just been written, and it is not late, because it is the version of that very write.
+    """
+    if mapper.version_id_col is not None:
+        state.info[_WRITTEN] = state.dict.get(version_key(mapper))
+        _take_left_out(state)
+
+
+def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
+    """Refuse saves of an instance that is older than this version, which SQLAlchemy is about to give to it."""
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    if instance is not None:
+        state: Any = instance_state(instance)
+        if state.dict.get(version_key(state.mapper), version) != version:
+            state.info[_READ_LATE] = True
+
+
+def note_written(
+    session: Session, connection: Connection, mapper: Mapper[Any], rows: Sequence[tuple[Any, ...]], options: Any
+) -> None:
+    """Set the next versions of the instances of which an UPDATE by primary key has written the rows.
+
+    SQLAlchemy gives them the versions that the UPDATE was given. It also forgets that a rollback to a savepoint undoes
+    it. Each of the rows is given as its key and the version that it had.
+    """
+    written = {}
+    for *key, version in rows:
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(tuple(key)))
+        if instance is not None and _is_current(instance_state(instance), version):
+            written[tuple(key)] = instance
+    next_versions = _next_versions(connection, mapper, written, options)
+    for known, instance in written.items():
+        if known in next_versions:
+            set_committed_value(instance, version_key(mapper), next_versions[known])
+        else:
+            instance_state(instance).info[_READ_LATE] = True
+    session._register_altered([instance_state(each) for each in written.values()])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+
+
+def _is_current(state: InstanceState[Any], version: Any) -> bool:
+    name = version_key(state.mapper)
+    return state.dict.get(name) == version and name not in state.committed_state and _READ_LATE not in state.info
+
+
+def _next_versions(
+    connection: Connection, mapper: Mapper[Any], written: Mapping[Any, Any], options: Any
+) -> dict[Any, Any]:
+    """Return the versions of the rows that an UPDATE has just written, by their keys.
+
+    What a generator of the program's own has made is known to the rows only. They are locked up to the commit; after an
+    UPDATE that commits by itself, another user may have written them already, and none is returned.
+    """
+    rows = [(*key, instance_state(each).dict[version_key(mapper)]) for key, each in written.items()]
+    if counts_by_one(mapper):
+        return {tuple(key): version + 1 for *key, version in rows}
+    if not rows or is_autocommit(connection) or not has_begun(connection):
+        return {}
+    return {tuple(key): version for *key, version in lock_versions(connection, mapper, rows, "save", options)}
+
+
+@contextmanager
+def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
+    """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
+
+    It expires what it cannot evaluate, or what was assigned. `merge()` compares nothing without a version in memory.
+    """
+    name = version_key(mapper)
+    loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
+    states: list[Any] = [instance_state(each) for each in loaded]
+    unread = LoaderCallableStatus.NO_VALUE
+    versions = [state.committed_state.get(name, unread) for state in states]
+    versions = [state.dict[name] if each is unread else each for state, each in zip(states, versions, strict=True)]
+    yield
+    for instance, state, version in zip(loaded, states, versions, strict=True):
+        if name not in state.dict:
+            set_committed_value(instance, name, version)
+            state.info[_READ_LATE] = True
+
+
+@lru_cache(maxsize=1024)
+def _changeable(mapper: Mapper[Any]) -> frozenset[str]:
+    keys = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
+    return frozenset(mapper.column_attrs.keys()) - keys
+
+
+def _was_read(state: InstanceState[Any], name: str) -> bool:
+    """Return whether a column in memory was read, and not only assigned to an instance that had expired.
+
+    NO_VALUE alone is not enough: `flag_modified` leaves it, too, after a change in place of what was read.
+    """
+    is_blind = state.committed_state.get(name) is LoaderCallableStatus.NO_VALUE and name in state.expired_attributes
+    return name in state.dict and not is_blind
+
+
+def read_version(instance: Any) -> Any:
+    """Return the version that the row had when the instance was read; an expired instance is read now as a whole.
+
+    Raises ValueError for a version that was not read together with the other columns, because a check of it would
+    prove nothing.
+    """
+    state: Any = instance_state(instance)
+    name = version_key(state.mapper)
+    if name not in state.dict and name in state.expired_attributes:
+        # A flush would write the instance before it is checked, and with the version that is read now.
+        with nullcontext() if state.session is None else state.session.no_autoflush:
+            getattr(instance, name)
+    if name not in state.dict or state.info.get(_READ_LATE):
+        raise ValueError(
+            f"{name!r} of {state.class_.__name__} was deferred, or read later than other columns, so nothing can be "
+            "checked: read it together with them"
+        )
+    return state.committed_state.get(name, state.dict[name])
+
+
+def expected_version(instance: Any, action: str) -> Any:
+    """Return the version that the row must have now.
+
+    Raises StaleObject if the caller has assigned another version: an assigned version is never written, it states which
+    one the caller has seen. Raises ValueError as `read_version`.
+    """
+    state: Any = instance_state(instance)
+    name = version_key(state.mapper)
+    try:
+        version = read_version(instance)
+    except ObjectDeletedError as error:  # The instance had expired, and its row is gone.
+        raise stale_instance(instance, expected=None, found=None, action=action) from error
+    if name in state.committed_state:
+        require_expected(instance, state.dict[name], version, action)
+    return version
+
+
+def require_expected(instance: Any, expected: Any, version: Any, action: str) -> None:
+    """Raise StaleObject unless the instance has the version that the caller expects; TypeError if that is no number."""
+    if isinstance(version, int) and not isinstance(expected, int):
+        raise no_number(type(instance), expected)
+    if expected != version:
+        raise stale_instance(instance, expected=expected, found=version, action=action)
+
+
+def no_number(model: type, expected: Any) -> TypeError:
+    """Return the error for an expected version that is no number, of a class whose versions are numbers."""
+    return TypeError(f"the expected version is a number, as versions of {model.__name__} are, not {expected!r:.80}")
