@@ -132,6 +132,7 @@ PARTS: Final = {
     "versions": Part(
         (
             "dlock_core/sql/versions.py",
+            "django_dlock/version_field.py",
             "django_dlock/versions.py",
             "django_dlock/comparisons.py",
             "django_dlock/refresh.py",

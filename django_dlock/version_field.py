@@ -1,0 +1,168 @@
+"""The field that counts the writes of a row, and the version that an instance has of it: when it was read, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import models
+from django.db.models import F, Func
+from django.db.models.query_utils import DeferredAttribute
+
+from django_dlock.connections import restore_on_rollback
+from django_dlock.errors import StaleObject
+from django_dlock.querysets import row_name
+from django_dlock.refresh import is_key
+from django_dlock.transactions import ABSENT
+from dlock_core.observability.hooks import emit_conflict
+from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    _BigIntegerField = models.BigIntegerField[int, int]
+else:
+    _BigIntegerField = models.BigIntegerField
+
+__all__ = ["NEXT", "READ_VERSION", "VersionField", "read_version"]
+
+READ_VERSION: Final = "_dlock_read"
+"""Attribute of an instance that keeps the version it was read with after another version was assigned."""
+
+
+class _NextVersion:
+    """Placeholder in an UPDATE for the version that its guard allows."""
+
+
+NEXT: Final = _NextVersion()
+
+
+class LateVersion(int):
+    """A version that an instance got later than other fields of its row, so it says nothing about them."""
+
+
+class _FirstVersion(Func):
+    """Database default: the first version of a row that other software inserts."""
+
+    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, list[Any]]:  # type: ignore[override]
+        return FIRST_VERSION_SQL.get(connection.vendor, "1"), []
+
+
+class _VersionAttribute(DeferredAttribute):
+    """The version on an instance: an assigned value is what the caller expects; the value read is kept next to it.
+
+    A version that was deferred is late, however it comes: read on demand, read along with that of other instances
+    (FETCH_PEERS), or assigned.
+    """
+
+    field: VersionField
+
+    def __set__(self, instance: Any, number: Any) -> None:
+        name, values = self.field.attname, vars(instance)
+        former = values.get(name, ABSENT)
+        values[name] = number
+        if isinstance(former, LateVersion):
+            values[name] = _marked(number, is_late=True)
+        elif former is not ABSENT:
+            values.setdefault(READ_VERSION, former)
+        elif not instance._state.adding:  # An instance that is being made gets all its fields now, one by one.
+            self.field.mark_read(instance, (name,))
+
+
+def _marked(number: Any, *, is_late: bool) -> Any:
+    if not isinstance(number, int):
+        return number  # What is no version is refused when it is read.
+    return LateVersion(number) if is_late else int(number)
+
+
+class VersionField(_BigIntegerField):
+    """A counter of the writes of a row: every UPDATE increments it. A row starts at the time of its INSERT.
+
+    The time is in microseconds, so that a row created again under an old key never gets a version that the old row had.
+    `VersionedMixin` checks the version; raw SQL and `bulk_create(update_conflicts=True)` bypass it.
+    """
+
+    descriptor_class = _VersionAttribute
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Both defaults are needed: other software inserts by db_default, and a new instance gets its number by default.
+        kwargs.update(default=first_version, db_default=_FirstVersion(), editable=False)
+        super().__init__(*args, **kwargs)
+
+    def deconstruct(self) -> Any:
+        name, _, args, kwargs = super().deconstruct()
+        for fixed in ("default", "db_default", "editable"):
+            kwargs.pop(fixed, None)
+        return name, "django_dlock.models.VersionField", args, kwargs
+
+    def contribute_to_class(self, cls: type[models.Model], name: str, private_only: bool = False) -> None:  # noqa: FBT001, FBT002
+        super().contribute_to_class(cls, name, private_only)
+        cls._dlock_version = self  # type: ignore[attr-defined]
+        if _is_guarded(cls) and not cls._meta.base_manager_name:
+            cls._meta.base_manager_name = "_dlock_rows"
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
+        if add:  # The instance may be a clone: whatever version it carries belongs to the original.
+            number = vars(model_instance)[self.attname] = first_version()
+            return number
+        # The models inside migrations do not have the mixin, but their saves must increment the version as well.
+        return NEXT if _is_guarded(type(model_instance)) else F(self.attname) + 1
+
+    def read_version(self, instance: Any) -> int:
+        """Return the version that was read with the instance, or assigned to it.
+
+        Never queries: a version that is read now would make the check void. Raises ValueError if the version was
+        deferred, or came later than other fields.
+        """
+        number = vars(instance).get(self.attname)
+        if isinstance(number, LateVersion):
+            raise ValueError(  # noqa: TRY004 - as below
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} was read or assigned later than other fields, "
+                f"so nothing can be checked: read it together with them, only(…, {self.name!r}), or refresh them all"
+            )
+        if not isinstance(number, int):
+            state = f"is {number!r:.80}" if self.attname in vars(instance) else "was deferred"
+            advice = "read the instance with its version, or call refresh_from_db()"
+            if number is not None:
+                advice = "a version is a number, so assign that of a text as int(text)"
+            raise ValueError(  # noqa: TRY004 - the type is right, the value is missing
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} {state}, so nothing can be checked: {advice}"
+            )
+        return number
+
+    def expected_version(self, instance: Any, action: str) -> int:
+        """Return the version that the row must have; raise StaleObject if the caller assigned another than was read.
+
+        A greater one as well: the instance, which may come from a lagging replica, is older than what the caller saw.
+        """
+        number = self.read_version(instance)
+        read = vars(instance).get(READ_VERSION, number)
+        if read != number:
+            raise emit_conflict(StaleObject(instance, expected=number, found=read, action=action))
+        return number
+
+    def mark_read(self, instance: Any, fields: Collection[str]) -> None:
+        """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
+        values = vars(instance)
+        values.pop(READ_VERSION, None)
+        others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
+        is_late = any(each.attname in values and each.attname not in fields for each in others)
+        values[self.attname] = _marked(values[self.attname], is_late=is_late)
+
+    def count_up(self, instance: Any, using: str) -> None:
+        """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
+        values, name = vars(instance), self.attname
+        before = values[name]
+        values[name] = before + 1
+        values.pop(READ_VERSION, None)
+        restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT}, using=using)
+
+
+def _is_guarded(model: type) -> bool:
+    """Return whether the saves of a model compare versions, as those of `VersionedMixin` do."""
+    return hasattr(model, "_dlock_rows")
+
+
+def read_version(instance: Any) -> int:
+    """Return the version that was read with an instance; raises ValueError as `VersionField.read_version` does."""
+    number: int = instance._dlock_version.read_version(instance)
+    return number
