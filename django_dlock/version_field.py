@@ -97,15 +97,15 @@ class VersionField(_BigIntegerField):
     def contribute_to_class(self, cls: type[models.Model], name: str, private_only: bool = False) -> None:  # noqa: FBT001, FBT002
         super().contribute_to_class(cls, name, private_only)
         cls._dlock_version = self  # type: ignore[attr-defined]
-        if _is_guarded(cls) and not cls._meta.base_manager_name:
+        if hasattr(cls, "_dlock_rows") and not cls._meta.base_manager_name:
             cls._meta.base_manager_name = "_dlock_rows"
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:  # The instance may be a clone: whatever version it carries belongs to the original.
             number = vars(model_instance)[self.attname] = first_version()
             return number
-        # The models inside migrations do not have the mixin, but their saves must increment the version as well.
-        return NEXT if _is_guarded(type(model_instance)) else F(self.attname) + 1
+        # The models inside migrations do not have the mixin's methods, but their saves must increment the version, too.
+        return NEXT if hasattr(model_instance, "save_with_version") else F(self.attname) + 1
 
     def read_version(self, instance: Any) -> int:
         """Return the version that was read with the instance, or assigned to it.
@@ -155,11 +155,6 @@ class VersionField(_BigIntegerField):
         values[name] = before + 1
         values.pop(READ_VERSION, None)
         restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT}, using=using)
-
-
-def _is_guarded(model: type) -> bool:
-    """Return whether the saves of a model compare versions, as those of `VersionedMixin` do."""
-    return hasattr(model, "_dlock_rows")
 
 
 def read_version(instance: Any) -> int:
