@@ -96,10 +96,14 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
 
 def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     """Execute an UPDATE that also increments the version."""
+    is_given = bool(_given(execution.statement, version_column(mapper)))
     execution.statement = _with_count(execution.statement, mapper)
+    session = execution.session
     if option(execution, "autoflush", True):
-        execution.session._autoflush()  # noqa: SLF001 - as SQLAlchemy does next: a flush is what sets the versions
-    with keeping_versions(execution.session, mapper):
+        session._autoflush()  # noqa: SLF001 - as SQLAlchemy does next: a flush is what sets the versions
+    # The count that was added to a number is evaluated in memory: only where a version was assigned, it expires.
+    is_evaluated = is_number(version_column(mapper)) and not is_given
+    with keeping_versions(mapper, session.dirty if is_evaluated else session.identity_map.values()):
         return execute(execution)
 
 

@@ -10,7 +10,7 @@ from sqlalchemy.engine.result import null_result
 
 from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
-from sqla_dlock.versions.in_memory import keeping_versions, no_number, note_overtaken, note_written
+from sqla_dlock.versions.in_memory import keeping_versions, loaded_instances, no_number, note_overtaken, note_written
 from sqla_dlock.versions.mapping import counts_by_one, is_number, version_column, version_key
 from sqla_dlock.versions.matches import execute, option
 
@@ -41,12 +41,12 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
     options = execution.statement.get_execution_options()
     require_versions(session, connection, mapper, expected, "save", options=options)
-    for *key, version in expected:
-        note_overtaken(session, mapper, tuple(key), version)
-    with keeping_versions(session, mapper):
+    loaded = loaded_instances(session, mapper, expected)
+    note_overtaken(loaded, expected)
+    with keeping_versions(mapper, loaded.values()):
         result = execute(execution)
     if option(execution, "synchronize_session", "auto"):
-        note_written(session, connection, mapper, expected, options)
+        note_written(session, connection, mapper, loaded, expected, options=options)
     return result
 
 

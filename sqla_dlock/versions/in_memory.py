@@ -24,7 +24,7 @@ from sqla_dlock.versions.conflicts import lock_versions, stale_instance
 from sqla_dlock.versions.mapping import counts_by_one, version_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from sqlalchemy import Connection
     from sqlalchemy.orm import InstanceState, Session
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "expected_version",
     "keeping_versions",
+    "loaded_instances",
     "no_number",
     "note_overtaken",
     "note_written",
@@ -50,17 +51,20 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     if state.mapper.version_id_col is None:
         return
     name, left_out = version_key(state.mapper), _take_left_out(state)
-    is_read = name not in left_out if names is None else name in names
     # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
-    if context is None or not is_read:
+    if context is None:
+        return
+    # `names` are those that were missing in memory, and may still be: the query has read some of them only.
+    read = state.dict.keys() - left_out if names is None else state.dict.keys() & set(names)
+    if name not in read:
         return
     # A version that the database counts: a flush reads it back after its own write, unless RETURNING has brought it.
     if state.mapper.version_id_generator is False and context.session._flushing and state.modified:  # noqa: SLF001
         return
-    unread = left_out if names is None else _changeable(state.mapper).difference(names)
-    if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
+    if names is None and state.dict[name] != state.info.get(_WRITTEN):
         state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
-    if any(_was_read(state, each) for each in unread) and state.dict[name] != state.info.get(_WRITTEN):
+    is_mixed = any(_was_read(state, each) for each in _changeable(state.mapper) - read)
+    if is_mixed and state.dict[name] != state.info.get(_WRITTEN):
         state.info[_READ_LATE] = True
     else:
         state.info.pop(_READ_LATE, None)
@@ -92,35 +96,62 @@ def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceStat
         _take_left_out(state)
 
 
-def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
-    """Refuse saves of an instance that is older than this version, which SQLAlchemy is about to give to it."""
-    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
-    if instance is not None:
-        state: Any = instance_state(instance)
-        if state.dict.get(version_key(state.mapper), version) != version:
-            state.info[_READ_LATE] = True
+@event.listens_for(Mapper, "expire", raw=True)
+def _forget_written(state: InstanceState[Any], names: Collection[str] | None) -> None:
+    """Forget what a flush wrote when all columns are read anew: after a rollback, which undoes it, above all."""
+    if names is None:
+        state.info.pop(_WRITTEN, None)
+
+
+def loaded_instances(session: Session, mapper: Mapper[Any], rows: Iterable[tuple[Any, ...]]) -> dict[Any, Any]:
+    """Return the instances that a session has of these rows, each a key and a version, by their keys."""
+    found = {row[:-1]: session.identity_map.get(mapper.identity_key_from_primary_key(row[:-1])) for row in rows}
+    return {key: instance for key, instance in found.items() if instance is not None}
+
+
+def note_overtaken(loaded: Mapping[Any, Any], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Refuse saves of instances that are older than the versions of these rows, which SQLAlchemy will give to them."""
+    for *key, version in rows:
+        if (instance := loaded.get(tuple(key))) is not None:
+            state: Any = instance_state(instance)
+            if state.dict.get(version_key(state.mapper), version) != version:
+                state.info[_READ_LATE] = True
 
 
 def note_written(
-    session: Session, connection: Connection, mapper: Mapper[Any], rows: Sequence[tuple[Any, ...]], options: Any
+    session: Session,
+    connection: Connection,
+    mapper: Mapper[Any],
+    loaded: Mapping[Any, Any],
+    rows: Iterable[tuple[Any, ...]],
+    *,
+    options: Any,
 ) -> None:
     """Set the next versions of the instances of which an UPDATE by primary key has written the rows.
 
     SQLAlchemy gives them the versions that the UPDATE was given. It also forgets that a rollback to a savepoint undoes
-    it. Each of the rows is given as its key and the version that it had.
+    it, for which an older or expired instance has to be read again, too.
+
+    Args:
+        session: Where the statement was executed.
+        connection: Where the rows were written.
+        mapper: The class of the rows.
+        loaded: Those instances that the session has, by their keys.
+        rows: The key of each row, followed by the version that it had.
+        options: The execution options of the statement.
     """
-    written = {}
-    for *key, version in rows:
-        instance = session.identity_map.get(mapper.identity_key_from_primary_key(tuple(key)))
-        if instance is not None and _is_current(instance_state(instance), version):
-            written[tuple(key)] = instance
+    session._register_altered([instance_state(each) for each in loaded.values()])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+    written = {
+        tuple(key): loaded[tuple(key)]
+        for *key, version in rows
+        if tuple(key) in loaded and _is_current(instance_state(loaded[tuple(key)]), version)
+    }
     next_versions = _next_versions(connection, mapper, written, options)
     for known, instance in written.items():
         if known in next_versions:
             set_committed_value(instance, version_key(mapper), next_versions[known])
         else:
             instance_state(instance).info[_READ_LATE] = True
-    session._register_altered([instance_state(each) for each in written.values()])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
 
 
 def _is_current(state: InstanceState[Any], version: Any) -> bool:
@@ -145,13 +176,14 @@ def _next_versions(
 
 
 @contextmanager
-def keeping_versions(session: Session, mapper: Mapper[Any]) -> Iterator[None]:
+def keeping_versions(mapper: Mapper[Any], instances: Iterable[Any]) -> Iterator[None]:
     """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
 
     It expires what it cannot evaluate, or what was assigned. `merge()` compares nothing without a version in memory.
+    `instances`: all of which the version may expire, and perhaps others of other classes.
     """
     name = version_key(mapper)
-    loaded = [each for each in session.identity_map.values() if isinstance(each, mapper.class_) and name in vars(each)]
+    loaded = [each for each in instances if isinstance(each, mapper.class_) and name in vars(each)]
     states: list[Any] = [instance_state(each) for each in loaded]
     unread = LoaderCallableStatus.NO_VALUE
     versions = [state.committed_state.get(name, unread) for state in states]

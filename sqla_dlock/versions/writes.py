@@ -172,8 +172,9 @@ def _update_statement(mapper: Mapper[Any]) -> tuple[Update, tuple[str, ...]]:
 def mark_flushed(session: Session, mapper: Mapper[Any], writes: Sequence[RowUpdate], result: CursorResult[Any]) -> None:
     """Set the attributes of instances to what was written, as a flush would.
 
-    The instances stay in `session.dirty`, so that a rollback to a savepoint makes them read their rows again.
+    The session notes them, as after a flush, so that a rollback to a savepoint makes them read their rows again.
     """
+    session._register_altered([instance_state(each.instance) for each in writes])  # noqa: SLF001 - nothing public
     sent: Any = result.last_updated_params()
     by_database = [each for each in mapper.column_attrs if _is_set_by_update(each.columns[0])]
     for write, row in zip(writes, sent if len(writes) > 1 else [sent], strict=True):

@@ -229,6 +229,21 @@ def test_version_that_a_later_query_adds_is_no_check_either(session, order):
         session.flush()
 
 
+@pytest.mark.parametrize("columns", [(Order.title,), (Order.reads,), (Order.reads, Order.version)])
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_queries_of_some_columns_may_meet_the_same_row(session, order, columns, is_anew):
+    session.expunge_all()
+    part = session.scalars(select(Order).options(load_only(Order.title))).one()
+    query = select(Order).options(load_only(*columns)).execution_options(populate_existing=is_anew)
+    assert session.scalars(query).one() is part
+    session.refresh(part, ["title", "reads"])
+    assert (part.title, part.reads) == ("old", 0)
+    session.expire(part)
+    part.title = "new"
+    session.commit()
+    assert row(session) == ("new", 2)
+
+
 def test_version_that_is_refreshed_alone_is_no_check_either(session, order):
     elsewhere(session, "UPDATE orders SET title = 'important', version = version + 1")
     session.refresh(order, ["version"])
