@@ -281,7 +281,7 @@ def _with_values(statement: Any, values: dict[Any, Any]) -> Any:
 def _given(statement: Any, version: Any) -> list[Any]:
     """Return what an UPDATE sets the version to, if it sets it itself."""
     columns = {version, version.key}
-    return [value for column, value in set_values(statement).items() if column in columns]
+    return [value for column, value in set_values(plain(statement)).items() if column in columns]
 
 
 def _counts(given: list[Any], mapper: Mapper[Any], writer: str) -> bool:

@@ -110,7 +110,7 @@ def loaded_instances(session: Session, mapper: Mapper[Any], rows: Iterable[tuple
 
 
 def note_overtaken(loaded: Mapping[Any, Any], rows: Iterable[tuple[Any, ...]]) -> None:
-    """Refuse saves of instances that are older than the versions of these rows, which SQLAlchemy will give to them."""
+    """Refuse saves of instances that are older than the versions of these rows."""
     for *key, version in rows:
         if (instance := loaded.get(tuple(key))) is not None:
             state: Any = instance_state(instance)
@@ -130,7 +130,8 @@ def note_written(
     """Set the next versions of the instances of which an UPDATE by primary key has written the rows.
 
     SQLAlchemy gives them the versions that the UPDATE was given. It also forgets that a rollback to a savepoint undoes
-    it, for which an older or expired instance has to be read again, too.
+    it, after which they have to be read again, and so do expired ones that were read meanwhile. One that is older than
+    its row is not: a caller that decides by what it shows must not get past the refusal of its save.
 
     Args:
         session: Where the statement was executed.
@@ -140,7 +141,9 @@ def note_written(
         rows: The key of each row, followed by the version that it had.
         options: The execution options of the statement.
     """
-    session._register_altered([instance_state(each) for each in loaded.values()])  # noqa: SLF001 - as SQLAlchemy does after other UPDATEs
+    states: list[Any] = [instance_state(each) for each in loaded.values()]
+    # As SQLAlchemy does after other UPDATEs.
+    session._register_altered([each for each in states if _READ_LATE not in each.info])  # noqa: SLF001
     written = {
         tuple(key): loaded[tuple(key)]
         for *key, version in rows
@@ -177,9 +180,10 @@ def _next_versions(
 
 @contextmanager
 def keeping_versions(mapper: Mapper[Any], instances: Iterable[Any]) -> Iterator[None]:
-    """Keep the versions in memory that SQLAlchemy expires after an UPDATE, and refuse saves of their instances.
+    """Keep the versions in memory that SQLAlchemy would expire after an UPDATE, and refuse saves of their instances.
 
     It expires what it cannot evaluate, or what was assigned. `merge()` compares nothing without a version in memory.
+    Instances whose saves are refused already keep theirs, too: with that of their row, merge would take them for new.
     `instances`: all of which the version may expire, and perhaps others of other classes.
     """
     name = version_key(mapper)
@@ -190,7 +194,7 @@ def keeping_versions(mapper: Mapper[Any], instances: Iterable[Any]) -> Iterator[
     versions = [state.dict[name] if each is unread else each for state, each in zip(states, versions, strict=True)]
     yield
     for instance, state, version in zip(loaded, states, versions, strict=True):
-        if name not in state.dict:
+        if name not in state.dict or _READ_LATE in state.info:
             set_committed_value(instance, name, version)
             state.info[_READ_LATE] = True
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, bindparam, select, text, update
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.versions import save_with_version
 from tests.sqla_dlock.version_models import Order
@@ -76,15 +77,31 @@ def test_instance_that_is_read_after_a_write_in_a_savepoint_is_read_again_after_
     assert session.execute(select(Order.title, Order.version)).one() == ("new", 2)
 
 
-def test_instance_older_than_an_update_by_primary_key_is_read_again_after_the_rollback_of_its_savepoint(
-    session: Session, order: Order
+def commit(session: Session, order: Order) -> None:
+    session.commit()
+
+
+def merge(session: Session, order: Order) -> None:
+    session.expunge(order)
+    session.merge(order)
+    session.commit()
+
+
+@pytest.mark.parametrize("act", [commit, merge])
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_instance_older_than_an_update_by_primary_key_is_never_written(
+    session: Session, order: Order, act: Callable[..., None], is_undone: bool
 ) -> None:
     with session.get_bind().connect() as other, other.begin():
         other.execute(text("UPDATE orders SET title = 'theirs', version = 2"))
     with session.begin_nested() as savepoint:
-        session.execute(update(Order), [{"id": order.id, "version": 2, "title": "undone"}])
-        savepoint.rollback()
-    assert (order.title, order.version) == ("theirs", 2)
+        session.execute(update(Order), [{"id": order.id, "version": 2, "reads": 5}])
+        if is_undone:
+            savepoint.rollback()
+    session.commit()
+    order.title += " + mine"
+    with pytest.raises((StaleDataError, ValueError)):
+        act(session, order)
 
 
 @pytest.mark.parametrize("write", [flush, save])
