@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event
-from sqlalchemy.orm import LoaderCallableStatus, Mapper
+from sqlalchemy.orm import LoaderCallableStatus, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Session
+    from sqlalchemy.orm import InstanceState
 
 __all__ = [
     "expected_version",
+    "forget_undone",
     "keeping_versions",
     "loaded_instances",
     "no_number",
@@ -42,6 +43,7 @@ __all__ = [
 
 _READ_LATE: Final = "dlock_version_read_late"
 _WRITTEN: Final = "dlock_version_written"
+_ABSENT: Final = "dlock_columns_absent"
 
 
 # Of every class, also one that was mapped before this module was imported: `save_with_version` needs no mixin.
@@ -54,6 +56,8 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
     if context is None:
         return
+    if names is None and state.dict.get(name) != state.info.get(_WRITTEN):
+        state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
     # `names` are those that were missing in memory, and may still be: the query has read some of them only.
     read = state.dict.keys() - left_out if names is None else state.dict.keys() & set(names)
     if name not in read:
@@ -61,8 +65,6 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     # A version that the database counts: a flush reads it back after its own write, unless RETURNING has brought it.
     if state.mapper.version_id_generator is False and context.session._flushing and state.modified:  # noqa: SLF001
         return
-    if names is None and state.dict[name] != state.info.get(_WRITTEN):
-        state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
     is_mixed = any(_was_read(state, each) for each in _changeable(state.mapper) - read)
     if is_mixed and state.dict[name] != state.info.get(_WRITTEN):
         state.info[_READ_LATE] = True
@@ -74,14 +76,17 @@ def _take_left_out(state: InstanceState[Any]) -> set[str]:
     """Return the columns in memory that the last query has left out, by `load_only` or `defer`.
 
     For each of them SQLAlchemy keeps a callable that loads it, even after it was loaded. What is in memory needs none,
-    so it is removed here: the next one is that of the next query.
+    so it is removed here: the next one is that of the next query. Only a column that was not in memory before it, and
+    was not assigned since, has been read by that query in spite of its callable, which is an earlier query's.
     """
     if not state.callables:
         return set()
-    left_out = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
-    for each in left_out:
+    absent = state.info.get(_ABSENT, frozenset())
+    present = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
+    for each in present:
         del state.callables[each]
-    return left_out
+    state.info[_ABSENT] = frozenset(state.callables)
+    return {each for each in present if each not in absent or each in state.committed_state}
 
 
 @event.listens_for(Mapper, "after_update", raw=True)
@@ -96,11 +101,15 @@ def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceStat
         _take_left_out(state)
 
 
-@event.listens_for(Mapper, "expire", raw=True)
-def _forget_written(state: InstanceState[Any], names: Collection[str] | None) -> None:
-    """Forget what a flush wrote when all columns are read anew: after a rollback, which undoes it, above all."""
-    if names is None:
-        state.info.pop(_WRITTEN, None)
+@event.listens_for(Session, "after_soft_rollback")
+def forget_undone(session: Session, _: Any = None) -> None:
+    """Forget the versions that flushes wrote to the instances which a rollback, also to a savepoint, has expired.
+
+    Another user's write may give the row the same version.
+    """
+    for state in session.identity_map.all_states():
+        if state.expired:
+            state.info.pop(_WRITTEN, None)
 
 
 def loaded_instances(session: Session, mapper: Mapper[Any], rows: Iterable[tuple[Any, ...]]) -> dict[Any, Any]:

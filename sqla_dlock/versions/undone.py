@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from sqla_dlock.connections import has_begun, has_rolled_back, is_undone
 from sqla_dlock.root_transaction import connections_in
+from sqla_dlock.versions.in_memory import forget_undone
 from sqla_dlock.versions.mapping import VersionedMixin
 
 if TYPE_CHECKING:
@@ -62,3 +63,4 @@ def _expire_versions(session: Session) -> None:
         for instance in session.identity_map.values():
             if isinstance(instance, VersionedMixin):
                 session.expire(instance)
+        forget_undone(session)
