@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
 from django.views import View
@@ -181,10 +181,14 @@ class PreconditionMixin(_View):
 class VersionedSerializerMixin(_Serializer):
     """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field.
 
-    A version among the data of a change has to be that of the instance, as if it were assigned to it; so has a field of
-    another name whose `source` is the version. A change without one is not compared, unless you declare the field as
-    required: then each change needs it, also a PATCH. A new object needs none, and gets a version of its own. In nested
-    data and lists, where the serializer does not know the instance, compare the versions yourself.
+    A version among the data of a change has to be that of the instance; so has a field of another name whose `source`
+    is the version. It stays in `validated_data`, under the model's name for it, so that the save compares it with the
+    row that is written, even if that was read again. A change without one is not compared, unless you declare the field
+    as required: then each change needs it, also a PATCH. With `allow_null=True` a null counts as not sent.
+
+    A serializer of one object without an instance makes a new object, which needs no version and gets its own. In
+    nested data and lists, where the serializer does not know the instance, declare the field and compare the versions
+    of `validated_data` yourself; a required one is required there, too.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -207,29 +211,31 @@ class VersionedSerializerMixin(_Serializer):
 
     def to_internal_value(self, data: Any) -> Any:
         """Validate the data; raises StaleObject if they have another version than the instance."""
-        validated = super().to_internal_value(data)
-        name, is_known = self._dlock_version_name(), _is_saved(self.instance)
-        if is_known:
-            for field in self.fields.values():
-                if field.source == name:
-                    self._dlock_compare(field, data)
-        if is_known or self._dlock_makes_new():
-            validated.pop(name, None)
+        validated, name = super().to_internal_value(data), self._dlock_version_name()
+        validated.pop(name, None)
+        if not self._dlock_makes_new():
+            for key, field in self.fields.items():
+                if field.source == name and self._dlock_has(key, field, data):
+                    version = self._dlock_compared(_version_in(data, key))
+                    if _is_saved(self.instance) or not field.read_only:
+                        validated[name] = version
         return validated
 
-    def _dlock_compare(self, field: Any, data: Any) -> None:
-        if field.field_name in data:
-            sent, read = _version_in(data, field.field_name), read_version(cast("Model", self.instance))
-            if sent != read:
-                raise emit_conflict(StaleObject(self.instance, expected=sent, found=read))
-        elif field.required:  # The framework itself does not require it of a PATCH.
-            message = field.error_messages["required"]
-            raise serializers.ValidationError({field.field_name: [message]}, code="required")
+    def _dlock_has(self, key: str, field: Any, data: Any) -> bool:
+        is_sent: bool = key in data and not (data[key] is None and field.allow_null)
+        if field.required and not is_sent:  # The framework itself does not require it of a PATCH.
+            raise serializers.ValidationError({key: [field.error_messages["required"]]}, code="required")
+        return is_sent
+
+    def _dlock_compared(self, version: int) -> int:
+        if _is_saved(self.instance) and version != (read := read_version(self.instance)):
+            raise emit_conflict(StaleObject(self.instance, expected=version, found=read))
+        return version
 
     def _dlock_makes_new(self) -> bool:
-        """Return whether the data are of new objects, as far as the outermost serializer says."""
-        instance = getattr(self.root, "instance", None)  # A ListField may be the outermost, too.
-        return instance is None or (isinstance(instance, Model) and not _is_saved(instance))
+        """Return whether the data are of a new object; nobody but the outermost serializer of one object knows."""
+        instance: Any = self.instance
+        return self.root is self and (instance is None or (isinstance(instance, Model) and not _is_saved(instance)))
 
     def _dlock_version_name(self) -> str:
         model: Any = self.Meta.model

@@ -1,5 +1,6 @@
 """Django REST framework: ETag and If-Match on a viewset."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,9 +83,25 @@ class Lenient(PreconditionMixin, generics.RetrieveUpdateDestroyAPIView):
     accept_weak = True
 
 
+class Late(generics.UpdateAPIView):
+    """Another user changes the object after it was validated; the view reads it again and saves that."""
+
+    queryset = Draft.objects.all()
+    serializer_class = DraftSerializer
+
+    def perform_update(self, serializer):
+        Draft.objects.update(title="theirs")
+        serializer.instance = Draft.objects.get()
+        serializer.save()
+
+
 router = routers.DefaultRouter()
 router.register("articles", Articles, basename="article")
-urlpatterns = [path("", include(router.urls)), path("drafts/<int:pk>/", Lenient.as_view())]
+urlpatterns = [
+    path("", include(router.urls)),
+    path("drafts/<int:pk>/", Lenient.as_view()),
+    path("late/<int:pk>/", Late.as_view()),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +121,10 @@ def url(article):
     return f"/articles/{article.pk}/"
 
 
-def ask(method, url, data=None, **headers):
+def ask(method, url, data=None, *, revision=None, **headers):
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    return APIClient().generic(method, url, data and f'{{"title": "{data}"}}', "application/json", headers=given)
+    body = data and json.dumps({"title": data} if revision is None else {"title": data, "revision": revision})
+    return APIClient().generic(method, url, body, "application/json", headers=given)
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
@@ -358,6 +376,84 @@ def test_version_sent_for_a_new_object_is_ignored(use_database):
     assert sent.save().revision == 1
 
 
+@pytest.mark.parametrize("make", [*REQUIRED, declaring], ids=["declared", "extra_kwargs", "read_only"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_row_that_is_read_again_to_be_saved_is_not_written_over(use_database, make, partial):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    sent = make()(draft, data={"title": "mine", "revision": "1"}, partial=partial)
+    sent.is_valid(raise_exception=True)
+    Draft.objects.update(title="theirs")
+    sent.instance = Draft.objects.get()
+    with pytest.raises(StaleObject, match=r"cannot save .* at version 1: the row has version 2"):
+        sent.save()
+    assert Draft.objects.get().title == "theirs"
+
+
+def test_conflict_found_by_the_save_is_answered_like_one_found_before(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    late, early = (ask("PUT", f"/late/{draft.pk}/", "mine", revision=1) for _ in range(2))
+    assert (late.status_code, late.content) == (early.status_code, early.content)
+    assert late.status_code == 409
+
+
+def save_each(items):
+    """Write each item over the row that it names, as a bulk endpoint does that compares the versions itself."""
+    for item in items:
+        draft = Draft.objects.get(pk=item["id"])
+        for name, value in item.items():
+            setattr(draft, name, value)
+        draft.save()
+
+
+def in_list(kind, data, **options):
+    sent = kind(data=[data], many=True, **options)
+    sent.is_valid(raise_exception=True)
+    return sent.validated_data
+
+
+def nested(kind, data, **options):
+    outer = type("Outer", (serializers.Serializer,), {"draft": kind()})
+    sent = outer(data={"draft": data}, **options)
+    sent.is_valid(raise_exception=True)
+    return [sent.validated_data["draft"]]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("validated", [in_list, nested])
+def test_version_stays_among_the_data_where_the_object_is_not_known(use_database, validated, partial):
+    class Own(declaring(fields=["id", "title", "rev"])):
+        id = serializers.IntegerField()
+        rev = serializers.IntegerField(source="revision")
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    save_each(validated(Own, {"id": draft.pk, "title": "second", "rev": 1}, partial=partial))
+    with pytest.raises(StaleObject):
+        save_each(validated(Own, {"id": draft.pk, "title": "mine", "rev": 1}, partial=partial))
+    with pytest.raises(serializers.ValidationError, match="required"):
+        validated(Own, {"id": draft.pk, "title": "mine"}, partial=partial)
+    assert Draft.objects.get().title == "second"
+
+
+@pytest.mark.parametrize("validated", [in_list, nested])
+def test_new_objects_in_lists_and_nested_ones_get_versions_of_their_own(use_database, validated):
+    use_database("default")
+    for item in validated(DraftSerializer, {"title": "new", "revision": 9}):
+        assert Draft.objects.create(**item).revision == 1
+    assert validated(declaring(fields=["title"]), {"title": "new", "revision": 9}) == [{"title": "new"}]
+
+
+def test_default_of_a_version_field_is_not_a_version_that_was_sent(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    for field in (serializers.IntegerField(default=7), serializers.HiddenField(default=7)):
+        sent = declaring(field)(draft, data={"title": "second"})
+        sent.is_valid(raise_exception=True)
+        assert sent.validated_data == {"title": "second"}
+
+
 def test_version_of_an_object_in_a_list_is_compared_where_the_list_knows_the_object(use_database):
     use_database("default")
     draft = Draft.objects.create(title="first")
@@ -367,6 +463,26 @@ def test_version_of_an_object_in_a_list_is_compared_where_the_list_knows_the_obj
     sent.child.instance = draft
     with pytest.raises(StaleObject):
         sent.is_valid()
+
+
+@pytest.mark.parametrize("validated", [in_list, nested, None])
+def test_version_that_may_be_null_counts_as_not_sent_if_it_is(use_database, validated):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+
+    def check(kind):
+        data = {"title": "second", "revision": None}
+        if validated:
+            return validated(kind, data)
+        sent = kind(draft, data=data)
+        sent.is_valid(raise_exception=True)
+        return [sent.validated_data]
+
+    optional = declaring(serializers.IntegerField(required=False, allow_null=True))
+    assert check(optional) == [{"title": "second"}]
+    for kind in (declaring(serializers.IntegerField(allow_null=True)), declaring(serializers.IntegerField())):
+        with pytest.raises(serializers.ValidationError, match=r"required|null"):
+            check(kind)
 
 
 def test_model_without_a_version_fails_loudly(use_database):
