@@ -36,14 +36,17 @@ def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> Query
     return rows
 
 
-def again_when_stale(view: Callable[[], T]) -> T:
+def again_when_stale(view: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
     """Call a view, and once more if the object changed after the view had read it: then it finds the difference.
 
-    Both calls have to be in a transaction, so that nothing of a call that fails remains.
+    Both calls have to be in a transaction, so that nothing of a call that fails remains. `unless` says, after a call
+    that has failed, whether it did something that must not be done twice.
     """
     try:
         return view()
     except StaleObject:
+        if unless():
+            raise
         return view()
 
 
