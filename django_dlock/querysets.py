@@ -19,6 +19,7 @@ from django.db.models.sql import Query
 
 from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
+from django_dlock.lazy import unwrapped
 from django_dlock.row_sql import (
     RowLockQuery,
     own_tables,
@@ -280,7 +281,8 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
 
         All objects are written, or none: then StaleObject is raised, and a surrounding transaction stays usable.
         """
-        version, objs, fields = _version_of(self.model), tuple({id(obj): obj for obj in objs}.values()), tuple(fields)
+        version, fields = _version_of(self.model), tuple(fields)
+        objs = tuple({id(obj): obj for obj in map(unwrapped, objs)}.values())
         is_for_django = not objs or any(obj.pk is None for obj in objs) or (batch_size is not None and batch_size <= 0)
         if version is None or is_for_django:  # Django reports what is wrong with the arguments.
             return super().bulk_update(objs, fields, batch_size)

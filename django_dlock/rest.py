@@ -10,6 +10,7 @@ from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
+from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
@@ -43,7 +44,7 @@ def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a `get_object` so that its object is checked, once even if several classes override the method."""
 
     def checking(self: PreconditionMixin) -> Any:
-        instance = get_object(self)
+        instance = unwrapped(get_object(self))
         if instance is not self._dlock_object:
             self._dlock_check(instance)
         return instance
@@ -154,7 +155,7 @@ class PreconditionMixin(_View):
         return response
 
     def _require_checked(self, instance: Any) -> None:
-        if instance is not self._dlock_object:
+        if unwrapped(instance) is not self._dlock_object:
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
                 "write the object that self.get_object() returns"
@@ -228,8 +229,9 @@ class VersionedSerializerMixin(_Serializer):
         return is_sent
 
     def _dlock_compared(self, version: int) -> int:
-        if _is_saved(self.instance) and version != (read := read_version(self.instance)):
-            raise emit_conflict(StaleObject(self.instance, expected=version, found=read))
+        instance = unwrapped(self.instance)
+        if _is_saved(instance) and version != (read := read_version(instance)):
+            raise emit_conflict(StaleObject(instance, expected=version, found=read))
         return version
 
     def _dlock_makes_new(self) -> bool:

@@ -14,6 +14,7 @@ from django.views.generic.edit import BaseFormView, FormMixin
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
+from django_dlock.lazy import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ def _model_of(view: Any) -> Any:
     try:
         return view.get_queryset().model
     except ImproperlyConfigured:
-        return type(getattr(view, "object", None) or view.get_object())
+        return type(unwrapped(getattr(view, "object", None) or view.get_object()))
 
 
 @guards

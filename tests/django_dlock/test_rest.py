@@ -11,6 +11,7 @@ from django.db import connections, transaction
 from django.http import JsonResponse
 from django.test import override_settings
 from django.urls import include, path
+from django.utils.functional import SimpleLazyObject
 from rest_framework import generics, routers, serializers, viewsets
 from rest_framework.decorators import action
 from rest_framework.permissions import BasePermission
@@ -281,6 +282,39 @@ def test_version_that_the_client_sends_has_to_be_that_of_the_object(plain_view, 
         send(plain_view, method, draft, {**shown, "title": "mine"})
     assert Draft.objects.get().title == "theirs"
     assert send(plain_view, method, draft, {"title": "whatever"}).status_code == 200
+
+
+@pytest.mark.parametrize("base", [(), (PreconditionMixin,)], ids=["plain", "preconditions"])
+def test_lazy_object_is_compared_like_the_one_inside(use_database, base):
+    class Me(*base, generics.RetrieveUpdateDestroyAPIView):
+        serializer_class = DraftSerializer
+
+        def get_object(self):
+            return self.request.me
+
+        def perform_update(self, serializer):
+            serializer.instance = self.request.me
+            super().perform_update(serializer)
+
+        def perform_destroy(self, instance):
+            super().perform_destroy(self.request.me)
+
+    def call(method, body=None, tag=None):
+        headers = {"If-Match": tag} if tag else {}
+        request = getattr(APIRequestFactory(), method)("/", body, format="json", headers=headers)
+        request.me = SimpleLazyObject(Draft.objects.get)  # as AuthenticationMiddleware makes request.user
+        return Me.as_view()(request)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    assert call("get").data == {"title": "first", "revision": 1}
+    changed = call("put", {"title": "second", "revision": 1}, etag_of(draft))
+    assert changed.data == {"title": "second", "revision": 2}
+    assert changed.get("ETag") == call("get").get("ETag")
+    tag = etag_of(Draft.objects.get())
+    with pytest.raises(StaleObject, match=r"cannot save Draft\(\d+\) at version 1: the row has version 2"):
+        call("put", {"title": "mine", "revision": 1}, tag)
+    assert call("delete", tag=tag).status_code == 204
 
 
 @pytest.mark.parametrize("sent", ["x", None, [1], ""])
