@@ -18,7 +18,7 @@ from django.db.models.sql import Query
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "needs_lock"]
+__all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "needs_lock", "only_locked"]
 
 # What a column is defined by may be more than the name of a type ("text COLLATE ..."), or no type at all ("bigserial").
 _TYPE_OF_ARRAYS: Final = re.compile(
@@ -70,11 +70,21 @@ def lock_matching(rows: Any, version: Any) -> Any:
     return _with_keys(rows, version, [each for each in found if found[each] == locked[each]])
 
 
+def only_locked(rows: Any) -> Any:
+    """Return a queryset that locks the rows of another one, in the order of their keys, and no rows that it joins.
+
+    An ordering of the model would join as well, and PostgreSQL locks no row that an outer join may not find.
+    """
+    connection = connections[rows.db]
+    if rows.query.count_active_tables() > 1:
+        rows = models.QuerySet(rows.model, using=rows.db).filter(pk__in=list(rows.values_list("pk", flat=True)))
+    return rows.order_by("pk").select_for_update(no_key=connection.features.has_select_for_no_key_update)
+
+
 def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, int]:
     """Lock rows of the table that has the version, in the order of their keys; return their versions by key."""
     rows: Any = _with_keys(models.QuerySet(version.model, using=using), version, keys)
-    locked = rows.order_by("pk").select_for_update(no_key=connections[using].features.has_select_for_no_key_update)
-    return dict(locked.values_list("pk", version.attname))
+    return dict(only_locked(rows).values_list("pk", version.attname))
 
 
 def _with_keys(rows: Any, version: Any, keys: Iterable[Any]) -> Any:

@@ -16,6 +16,7 @@ from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
+from django_dlock.comparisons import only_locked
 from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.lazy import unwrapped
@@ -189,8 +190,8 @@ def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: st
     except (TypeError, ValueError, ValidationError):  # A URL may contain anything, such as "abc" for a number.
         raise _not_found(model, key) from None
     if lock:
-        rows = rows.select_for_update(no_key=connections[alias].features.has_select_for_no_key_update)
-    found: Any = rows.values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
+        rows = only_locked(rows)
+    found: Any = rows.order_by("pk").values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
     if found is None:
         raise _not_found(model, key)
     number, version = found

@@ -17,7 +17,7 @@ from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
-from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock
+from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock, only_locked
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.row_sql import (
@@ -390,5 +390,5 @@ def found_versions(rows: models.QuerySet[Any], version: Any) -> dict[Any, int]:
     connection = connections[rows.db]
     if connection.vendor == "mysql" and connection.in_atomic_block:
         # A plain SELECT may read the old versions from the transaction's snapshot; a locking one reads the newest.
-        rows = rows.select_for_update()
+        rows = only_locked(rows)
     return dict(rows.values_list("pk", version.attname))

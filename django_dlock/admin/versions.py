@@ -19,12 +19,12 @@ from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
 from django_dlock.bases import guard_override, guards, require_left_of
+from django_dlock.comparisons import lock_versions
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
-from django_dlock.querysets import found_versions
 from django_dlock.versions import VersionedMixin, read_version
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ class VersionedModelAdmin(_ModelAdmin):
         All of them are locked, so that they stay as they are until the action has written them.
         """
         rows = list(_rows_of_action(request, queryset))
-        table = self.model._dlock_version.model._base_manager.using(queryset.db)
-        locked = table.filter(pk__in=[row.pk for row in rows]).order_by("pk").select_for_update()
-        found = found_versions(locked, self.model._dlock_version)
+        found = lock_versions([row.pk for row in rows], self.model._dlock_version, queryset.db)
         return [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
 
     def _refuse_action(self, request: HttpRequest, changed: Sequence[str]) -> None:

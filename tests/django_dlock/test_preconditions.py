@@ -23,8 +23,8 @@ from django_dlock import arg
 from django_dlock.models import VersionField
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
 from dlock_core.web.preconditions import entity_tag
-from tests.django_dlock.parties import until_blocked
-from tests.testapp.models import Account, Article, ArticleProxy, Code, Draft, Shop
+from tests.django_dlock.parties import unlocked, until_blocked
+from tests.testapp.models import Account, Article, ArticleProxy, Code, Counter, Draft, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
 
@@ -258,6 +258,24 @@ def test_conditional_gives_etag_and_304_and_leaves_other_headers(article):
     assert (known.status_code, known.content, known.headers["ETag"]) == (304, b"", shown.headers["ETag"])
     assert Client().get(url, headers={"If-None-Match": etag_of(article)}).status_code == 200
     assert put(url, etag_of(article)).status_code == 200
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_conditional_locks_its_row_only_whatever_the_model_is_ordered_by(database, monkeypatch, party):
+    monkeypatch.setattr(Article._meta, "ordering", ["counter__name"])
+    counter = Counter.objects.using(database).create(name="c")
+    other, free = party(), []
+
+    @conditional(Article, using=database)
+    def view(request, pk):
+        free.append(other.now(unlocked, Counter, database) == {counter.pk})
+        free.append(other.now(unlocked, Article, database) == set())
+        return HttpResponse("changed")
+
+    article = Article.objects.using(database).create(counter=counter)
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    assert view(request, pk=article.pk).content == b"changed"
+    assert free == [True, True]
 
 
 def test_conditional_on_a_class_and_on_its_methods(use_database):

@@ -19,7 +19,7 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.comparisons import lock_versions
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
-from tests.django_dlock.parties import Party, until_blocked
+from tests.django_dlock.parties import Party, unlocked, until_blocked
 from tests.django_dlock.sessions import rows as fetched
 from tests.django_dlock.sessions import second_session
 from tests.mysql_server import MYSQLD
@@ -409,6 +409,24 @@ def test_bulk_update_takes_its_rows_in_the_order_of_their_keys(database, shapes,
     assert " UPDATE" in first
     assert "ORDER BY" in first
     assert " JOIN " not in first
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("write", ["save", "bulk_update", "bulk_update over a join"])
+def test_conflict_locks_no_rows_of_other_tables(database, monkeypatch, party, write):
+    monkeypatch.setattr(Article._meta, "ordering", ["counter__name"])
+    counter = Counter.objects.using(database).create(name="c")
+    article = Article.objects.using(database).create(counter=counter)
+    rows = Article.objects.using(database)
+    rows.filter(pk=article.pk).update(title="theirs")
+    with atomic(database):
+        with pytest.raises(StaleObject) as caught:
+            if write == "save":
+                article.save_with_version()
+            else:
+                rows.filter(**{"counter__name": "c"} if "join" in write else {}).bulk_update([article], ["title"])
+        assert caught.value.found == article.version + 1
+        assert party().now(unlocked, Counter, database) == {counter.pk}
 
 
 @pytest.mark.parametrize("shape", ["multi-table", "version in the child", "manager that joins", "related"])
