@@ -22,6 +22,7 @@ from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.row_sql import (
     RowLockQuery,
+    exchange_query,
     own_tables,
     refuse_combined,
     refuse_lost_lock,
@@ -191,7 +192,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         refuse_combined(self.query)
         locked = super().select_for_update(nowait, skip_locked, of, no_key)
         if isinstance(locked.query, RowLockQuery):
-            locked.query = locked.query.chain(Query)
+            exchange_query(locked, Query)
         return locked
 
     def __and__(self, other: Any) -> Self:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RowLockQuery",
+    "exchange_query",
     "own_tables",
     "refuse_combined",
     "refuse_lost_lock",
@@ -89,8 +90,16 @@ def set_lock_clause(locked: Any, **words: Any) -> None:
     """Set the words of a queryset's lock clause: `strength` ("SHARE", "KEY SHARE") or `wait` (seconds)."""
     if type(locked.query) not in (Query, RowLockQuery):
         raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
-    locked.query = locked.query.chain(RowLockQuery)
+    exchange_query(locked, RowLockQuery)
     vars(locked.query).update({f"dlock_{key}": word for key, word in words.items()})
+
+
+def exchange_query(rows: Any, kind: type[Query]) -> None:
+    """Give a queryset its query as one of another class, and leave the kind of its rows as it is.
+
+    Django's own setter makes dicts of all rows that are no instances.
+    """
+    rows._query = rows.query.chain(kind)  # noqa: SLF001 - as above
 
 
 class _RowLockCompiler(SQLCompiler):

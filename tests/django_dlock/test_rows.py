@@ -14,7 +14,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.core.files.base import ContentFile
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
-from django.db.models import Window
+from django.db.models import Value, Window
 from django.db.models.functions import RowNumber
 from django.db.models.sql import Query
 from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
@@ -587,6 +587,36 @@ def test_both_tables_of_an_inherited_model_are_locked(database, shared):
         ColdStock.objects.using(database).lock_row(stock.pk, shared=shared)
         assert not is_free(database, stock.pk)
         assert not is_free(database, stock.pk, table="testapp_coldstock", key="stock_ptr_id")
+
+
+KINDS = {
+    "values": (lambda rows: rows.values("pieces"), {"pieces": 5}),
+    "tuples": (lambda rows: rows.values_list("pieces", "degrees_below"), (5, 0)),
+    "flat": (lambda rows: rows.values_list("pieces", flat=True), 5),
+    "named": (lambda rows: rows.values_list("pieces", named=True), (5,)),
+}
+LOCKED = [
+    lambda rows: list(rows.select_for_share()),
+    lambda rows: list(rows.select_for_share().select_for_update()),
+    lambda rows: list(rows.select_for_share().all()),
+    lambda rows: rows.lock_rows(),
+    lambda rows: rows.lock_rows(shared=True),
+    lambda rows: rows.lock_rows(wait=1),
+]
+
+
+@with_row_locks
+@pytest.mark.parametrize("lock", LOCKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_locked_rows_are_of_the_kind_that_the_queryset_gives(database, stock, kind, lock):
+    values, expected = KINDS[kind]
+    rows = values(stocks(database).annotate(degrees_below=Value(0)))
+    with atomic(database):
+        found = lock(rows)
+        assert found == [expected]
+        assert type(found[0]).__name__ == ("Row" if kind == "named" else type(expected).__name__)
+        assert rows.lock_row(stock.pk, wait=1) == expected
+        assert list(stocks(database).select_for_share().values_list("pieces", flat=True).select_for_update()) == [5]
 
 
 @with_row_locks
