@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
@@ -15,6 +15,7 @@ from django_dlock.preconditions import check_preconditions, etag_of, require_ver
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
+from dlock_core.web.preconditions import READ_METHODS
 
 with needed_by("django_dlock.rest"):
     from rest_framework import serializers
@@ -45,7 +46,7 @@ def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def checking(self: PreconditionMixin) -> Any:
         instance = unwrapped(get_object(self))
-        if instance is not self._dlock_object:
+        if not self._dlock_has_checked(instance):
             self._dlock_check(instance)
         return instance
 
@@ -84,8 +85,8 @@ class PreconditionMixin(_View):
     accept_weak: ClassVar[bool] = False
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
-    _dlock_object: Model | None = None
-    _dlock_is_known = False
+    _dlock_checked: Sequence[tuple[Any, bool]] = ()
+    """Each object that was checked, and whether the client has it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -107,17 +108,21 @@ class PreconditionMixin(_View):
         return super().get_object()
 
     def _dlock_check(self, instance: Any) -> None:
-        self._dlock_object = instance
+        is_known = False
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
         method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
         if method == self.request.method:
-            self._dlock_is_known = check_preconditions(
+            is_known = check_preconditions(
                 self.request,
                 instance,
                 required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
                 accept_weak=self.accept_weak,
                 variant=self._dlock_variant(),
             )
+        self._dlock_checked = [*self._dlock_checked, (instance, is_known)]
+
+    def _dlock_has_checked(self, instance: Any) -> bool:
+        return any(each is instance for each, _ in self._dlock_checked)
 
     def _dlock_requires(self, method: str | None) -> bool:
         """Return whether a request needs If-Match, by its method or by the usual method of its action."""
@@ -142,27 +147,36 @@ class PreconditionMixin(_View):
         """Return the response with the ETag, or as a 304."""
         response = super().finalize_response(request, response, *args, **kwargs)
         self._require_any_check(request, response)
-        if response.status_code == 201 and self._dlock_object is None:
-            # With many=True it is a list.
-            serializer = getattr(getattr(response, "data", None), "serializer", None)
-            instance = getattr(serializer, "instance", None)
-            self._dlock_object = instance if isinstance(instance, Model) else None
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
-        if self._dlock_object is not None and shows_it:
-            response.headers.setdefault("ETag", etag_of(self._dlock_object, variant=self._dlock_variant()))
-            if self._dlock_is_known:
+        if shows_it and (shown := self._dlock_shown(response)) is not None:
+            response.headers.setdefault("ETag", etag_of(shown, variant=self._dlock_variant()))
+            if any(is_known for each, is_known in self._dlock_checked if each is shown):
                 response.status_code, response.data = 304, None
         return response
 
+    def _dlock_shown(self, response: Any) -> Any:
+        """Return the instance that a response shows, or None: a view may read its object more than once.
+
+        A response that does not say so shows the instance that was written, which has the greatest version, or to a
+        reader the oldest: with the tag of a newer one, a client could overwrite what it has not seen.
+        """
+        checked = [each for each, _ in self._dlock_checked]
+        # With many=True the serializer's instance is a list.
+        instance = unwrapped(getattr(getattr(getattr(response, "data", None), "serializer", None), "instance", None))
+        if isinstance(instance, Model) and (instance in checked or (response.status_code == 201 and not checked)):
+            return instance
+        choose = min if self.request.method in READ_METHODS else max
+        return choose((each for each in checked if each == checked[-1]), key=read_version, default=None)
+
     def _require_checked(self, instance: Any) -> None:
-        if unwrapped(instance) is not self._dlock_object:
+        if not self._dlock_has_checked(unwrapped(instance)):
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
                 "write the object that self.get_object() returns"
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        if response.status_code < 400 and self._dlock_object is None and self._dlock_needs_object(request.method):
+        if response.status_code < 400 and not self._dlock_checked and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
                 "write the object that self.get_object() returns; an action of your own on no single object says "

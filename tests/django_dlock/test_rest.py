@@ -571,6 +571,71 @@ def test_view_that_writes_another_object_than_was_checked_fails_loudly_and_write
     assert Draft.objects.get().title == "first"
 
 
+class InContext(Lenient):
+    """It reads the object once more, for its serializer."""
+
+    def get_serializer_context(self):
+        return {**super().get_serializer_context(), "before": self.get_object()}
+
+
+class InBetween(Lenient):
+    """It reads the object once more, for a log, and saves the one that the serializer has."""
+
+    def perform_update(self, serializer):
+        self.get_object()
+        serializer.save()
+
+
+class Locked(Lenient):
+    """It locks the row, and saves what it has then read."""
+
+    def perform_update(self, serializer):
+        serializer.instance = Draft.objects.get(pk=self.get_object().pk)
+        serializer.save()
+
+
+class WithoutSerializer(Lenient):
+    """It answers with data of its own."""
+
+    def update(self, request, **kwargs):
+        draft = self.get_object()
+        self.get_object()
+        draft.title = request.data["title"]
+        draft.save()
+        return Response({"title": draft.title})
+
+
+@pytest.mark.parametrize("kind", [InContext, InBetween, Locked, WithoutSerializer])
+def test_object_that_is_read_twice_may_be_written_and_its_tag_is_that_of_the_next_read(use_database, kind):
+    use_database("default")
+    draft, view = Draft.objects.create(title="first"), kind.as_view(if_match_required=["PUT"])
+    tag = view(APIRequestFactory().get("/"), pk=draft.pk)["ETag"]
+    for title in ("second", "third"):
+        changed = send(view, "put", draft, {"title": title}, if_match=tag)
+        assert changed.data["title"] == title
+        assert changed["ETag"] == view(APIRequestFactory().get("/"), pk=draft.pk)["ETag"] != tag
+        tag = changed["ETag"]
+    with pytest.raises(PreconditionFailed):
+        send(view, "put", draft, {"title": "mine"}, if_match='"old"')
+
+
+@pytest.mark.parametrize("has_serializer", [True, False])
+@pytest.mark.parametrize("known", [1, 2])
+def test_tag_of_an_object_that_changes_while_it_is_shown_is_that_of_what_is_shown(use_database, has_serializer, known):
+    class Changing(Lenient):
+        def retrieve(self, request, **kwargs):
+            draft = self.get_object()
+            Draft.objects.update(title="second")
+            self.get_object()
+            return Response(self.get_serializer(draft).data if has_serializer else {"title": draft.title})
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    seen = etag_of(Draft(pk=draft.pk, revision=known), variant="json")
+    shown = Changing.as_view()(APIRequestFactory().get("/", headers={"If-None-Match": seen}), pk=draft.pk)
+    assert (shown.status_code, shown["ETag"]) == (304 if known == 1 else 200, etag_of(draft, variant="json"))
+
+
 class OwnGetObject:
     """A mixin that finds the object in its own way; in the list of bases, it is before ours or after it."""
 
