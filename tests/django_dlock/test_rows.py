@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import django
@@ -22,7 +23,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import NotSupported, RowLocked
 from django_dlock.row_sql import _waiting_on_mysql, waiting
-from django_dlock.rows import _copied
+from django_dlock.rows import _copied, _is_changed
 from dlock_core import errors as core
 from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.parties import until_blocked
@@ -861,6 +862,80 @@ def test_version_that_counts_is_no_unsaved_change(database):
         account.lock_row()
         account.save_with_version()
     assert account.version == first + 2
+
+
+class Vector:
+    """A value like numpy's arrays: a comparison gives one truth value for each element, and none for the whole."""
+
+    def __init__(self, *elements):
+        self.elements = elements
+
+    def __len__(self):
+        return len(self.elements)
+
+    def __bool__(self):
+        if len(self) != 1:
+            raise ValueError("the truth value of an array is ambiguous")
+        return bool(self.elements[0])
+
+    def __eq__(self, other):
+        return Vector(*map(operator.eq, self.elements, other.elements))
+
+    def __ne__(self, other):
+        return Vector(*map(operator.ne, self.elements, other.elements))
+
+    __hash__ = None
+
+
+class Unequal:
+    """A value that equals nothing, and cannot be pickled."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return False
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("cannot pickle")
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), Decimal("NaN"), Vector(1.5, 2.5), Vector(float("nan")), Vector(), {"a": [None]}]
+)
+def test_value_that_is_the_same_as_before_is_no_unsaved_change_however_it_compares(value):
+    assert not _is_changed(value, value)
+    assert not _is_changed(value, _copied(value))
+    assert not _is_changed(value, pickle.loads(pickle.dumps(value)))
+
+
+def test_value_that_nothing_tells_about_is_unchanged_if_it_is_the_same_object():
+    value = Unequal()
+    assert not _is_changed(value, _copied(value))
+    assert _is_changed(value, Unequal())
+
+
+@pytest.mark.parametrize(
+    ("value", "saved"),
+    [
+        (float("nan"), 1.0),
+        (Vector(1.5, 2.5), Vector(1.5, 3.5)),
+        (Vector(1.5), Vector(2.5)),
+        (Vector(), Vector(1.5)),
+        (Vector(1.5, 1.5), Vector(1.5)),
+        (Vector(1.5), None),
+    ],
+)
+def test_value_that_differs_is_an_unsaved_change_however_it_compares(value, saved):
+    assert _is_changed(value, saved)
+
+
+@on_postgresql
+def test_row_with_a_number_that_equals_nothing_can_be_locked(database):
+    scan = Scan.objects.using(database).create()
+    vars(scan)["pages"] = vars(scan)["_dlock_saved"]["pages"] = float("nan")
+    with atomic(database):
+        scan.lock_row()
+    assert scan.pages == 0
 
 
 def test_value_that_was_changed_in_place_is_an_unsaved_change(database):
