@@ -215,9 +215,12 @@ class RowLockQuerySet(QuerySet[M_co]):
         return _keeping_locks(super().difference(*other_qs), self, *other_qs)
 
 
-def _keeping_locks(combined: RowsT, *parts: Any) -> RowsT:
-    """Return a combination of querysets if it locks what they would."""
-    refuse_lost_lock(combined.query, *(part.query for part in parts))
+def _keeping_locks(combined: RowsT, first: Any, *others: Any) -> RowsT:
+    """Return a combination of querysets if it locks what they would; of an empty one that is added there is nothing."""
+    others = tuple(each for each in others if not each.query.is_empty())
+    if combined.query.combinator and first.query.select_for_update and not others:
+        return first.all()  # type: ignore[no-any-return]
+    refuse_lost_lock(combined.query, *(part.query for part in (first, *others)))
     return combined
 
 

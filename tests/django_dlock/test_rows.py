@@ -22,6 +22,7 @@ from django.db.transaction import TransactionManagementError, atomic, mark_for_r
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import NotSupported, RowLocked
+from django_dlock.querysets import RowLockQuerySet
 from django_dlock.row_sql import _waiting_on_mysql, waiting
 from django_dlock.rows import _copied, _is_changed
 from dlock_core import errors as core
@@ -702,6 +703,18 @@ def test_combination_of_one_queryset_keeps_its_lock(stock, database):
         assert list(rows.none().union(rows.select_for_share())) == [stock]
         assert not is_free(database, stock.pk)
     assert not list(rows.select_for_update().intersection(rows.none()))
+
+
+@with_row_locks
+@pytest.mark.parametrize("combine", [operator.or_, operator.xor, RowLockQuerySet.union, RowLockQuerySet.difference])
+def test_empty_queryset_that_is_added_takes_no_lock_away_and_adds_none(stock, database, combine):
+    rows = stocks(database)
+    with atomic(database):
+        assert list(combine(rows.all(), rows.none().select_for_update())) == [stock]
+        assert is_free(database, stock.pk)
+        assert list(combine(rows.select_for_share(), rows.none())) == [stock]
+        assert not is_free(database, stock.pk)
+        assert is_free(database, stock.pk, share(database))
 
 
 @pytest.mark.parametrize("combine", [operator.and_, operator.or_, operator.xor])
