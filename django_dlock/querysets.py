@@ -17,7 +17,15 @@ from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
-from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock, only_locked
+from django_dlock.comparisons import (
+    found_versions,
+    has_parents,
+    hashable,
+    is_one_table,
+    lock_matching,
+    lock_versions,
+    needs_lock,
+)
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.row_sql import (
@@ -47,7 +55,6 @@ __all__ = [
     "RowLockOptions",
     "RowLockQuerySet",
     "VersionedQuerySet",
-    "found_versions",
     "row_name",
 ]
 
@@ -294,7 +301,7 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
             return super().bulk_update(objs, fields, batch_size)  # Our update() increments the versions.
         if version.name in fields:
             raise ValueError(f"bulk_update() increments {version.name!r} itself: leave it out of the fields")
-        if len({obj.pk for obj in objs}) < len(objs):
+        if len({hashable(obj.pk) for obj in objs}) < len(objs):
             raise ValueError("bulk_update() was given a row twice, as two objects: pass only the one to be written")
         for obj in objs:
             version.expected_version(obj, "update")
@@ -347,7 +354,8 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
     def _lock_unchanged(self, objs: Sequence[Any]) -> bool:
         """Lock the rows of objects in the order of their keys; return whether all of them still have their versions."""
         version = _version_of(self.model)
-        expected = {obj._get_pk_val(version.model._meta): version.read_version(obj) for obj in objs}  # noqa: SLF001 - Django's
+        keys = [hashable(obj._get_pk_val(version.model._meta)) for obj in objs]  # noqa: SLF001 - Django's
+        expected = dict(zip(keys, map(version.read_version, objs), strict=True))
         return lock_versions(expected, version, self.db) == expected
 
     def _checked_update(self, objs: Sequence[Any], fields: Iterable[str]) -> int:
@@ -363,9 +371,10 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
     def _first_stale(self, objs: Sequence[Any]) -> StaleObject:
         version = _version_of(self.model)
         found = found_versions(self.filter(pk__in=[obj.pk for obj in objs]), version)
-        stale = next((obj for obj in objs if found.get(obj.pk) != version.read_version(obj)), objs[0])
+        current = [(obj, found.get(hashable(obj.pk))) for obj in objs]
+        stale, number = next((each for each in current if each[1] != version.read_version(each[0])), current[0])
         expected = version.read_version(stale)
-        return emit_conflict(StaleObject(stale, expected=expected, found=found.get(stale.pk), action="update"))
+        return emit_conflict(StaleObject(stale, expected=expected, found=number, action="update"))
 
 
 _LockManager = models.Manager.from_queryset(VersionedQuerySet)
@@ -387,12 +396,3 @@ def _counts(value: Any, version: Any) -> bool:
     sides = (value.lhs, value.rhs)
     numbers = [each.value for each in sides if isinstance(each, Value)]
     return F(version.name) in sides and any(isinstance(number, int) and number > 0 for number in numbers)
-
-
-def found_versions(rows: models.QuerySet[Any], version: Any) -> dict[Any, int]:
-    """Return the current versions of rows, by their primary keys."""
-    connection = connections[rows.db]
-    if connection.vendor == "mysql" and connection.in_atomic_block:
-        # A plain SELECT may read the old versions from the transaction's snapshot; a locking one reads the newest.
-        rows = only_locked(rows)
-    return dict(rows.values_list("pk", version.attname))

@@ -10,15 +10,17 @@ from typing import Any
 
 import django
 import pytest
+from django.contrib.postgres.fields import ArrayField
 from django.db import IntegrityError, NotSupportedError, OperationalError, connections, models
 from django.db.models.signals import pre_delete
 from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_dlock.comparisons import lock_versions
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
+from django_dlock.versions import VersionedMixin
 from tests.django_dlock.parties import Party, unlocked, until_blocked
 from tests.django_dlock.sessions import rows as fetched
 from tests.django_dlock.sessions import second_session
@@ -672,6 +674,47 @@ def test_rows_are_locked_by_keys_whose_columns_are_defined_by_more_than_a_type(
         monkeypatch.setattr(model._meta.pk, name, lambda _: definition)
     with atomic(database):
         assert len(lock_versions([row.pk for row in rows], model._dlock_version, database)) == 2
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(
+    ("field", "keys"),
+    [(lambda **how: ArrayField(models.IntegerField(), **how), ([1, 2], [3])), (models.JSONField, ({"a": [1]}, [2]))],
+    ids=["arrays", "JSON"],
+)
+@isolate_apps("tests.testapp")
+def test_rows_whose_keys_are_not_hashable_are_compared_like_others(database, field, keys):
+    class Odd(VersionedMixin):
+        key = field(primary_key=True)
+        title = models.CharField(max_length=9)
+        counter = models.ForeignKey(Counter, models.CASCADE, related_name="+")
+
+        class Meta:
+            app_label = "testapp"
+
+    with connections[database].schema_editor() as editor:
+        editor.create_model(Odd)
+    try:
+        counter = Counter.objects.using(database).create(name="c")
+        odd, other = (Odd.objects.using(database).create(key=key, counter=counter) for key in keys)
+        joined = Odd.objects.using(database).filter(counter__name="c")
+        assert joined.filter(version=odd.version, key=keys[0]).update(title="new") == 1
+        assert joined.filter(version=odd.version, key=keys[0]).update(title="mine") == 0
+        for rows in (joined, Odd.objects.using(database)):
+            with pytest.raises(StaleObject) as caught:
+                rows.bulk_update([other, odd], ["title"])
+            assert (caught.value.instance, caught.value.found) == (odd, odd.version + 1)
+        with pytest.raises(StaleObject):
+            odd.save()
+        odd.refresh_from_db()
+        odd.title = "newest"
+        assert joined.bulk_update([other, odd], ["title"]) == 2
+        assert read(odd).title == "newest"
+        with atomic(database):
+            assert lock_versions(keys, Odd._dlock_version, database)
+    finally:
+        with connections[database].schema_editor() as editor:
+            editor.delete_model(Odd)
 
 
 class MovesOn:
