@@ -33,6 +33,7 @@ from django_dlock.row_sql import (
     exchange_query,
     own_tables,
     refuse_combined,
+    refuse_groups,
     refuse_lost_lock,
     require_row_locks,
     set_lock_clause,
@@ -74,6 +75,7 @@ class RowLock(row_locks.RowLock):
         rows._for_write = True  # type: ignore[attr-defined]  # noqa: SLF001 - a lock on a replica would exclude nobody
         connection = connections[rows.db]
         require_row_locks(connection)
+        refuse_groups(connection, rows.query)
         started = time.monotonic()
         locked = self._with_lock_clause(rows, connection.features)
         try:

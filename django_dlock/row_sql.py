@@ -28,6 +28,7 @@ __all__ = [
     "exchange_query",
     "own_tables",
     "refuse_combined",
+    "refuse_groups",
     "refuse_lost_lock",
     "require_row_locks",
     "set_lock_clause",
@@ -58,6 +59,16 @@ def refuse_combined(query: Any) -> None:
         raise NotSupported(
             f"{query.combinator}() gives rows that no database can lock: combine the conditions instead, as by "
             "filter(Q(...) | Q(...)), or lock the rows of each queryset"
+        )
+
+
+def refuse_groups(connection: Any, query: Any) -> None:
+    """Raise NotSupported for a query with GROUP BY or DISTINCT on PostgreSQL, which locks none of its rows."""
+    if connection.vendor == "postgresql" and (query.group_by is not None or query.distinct):
+        name = query.model.__name__
+        raise NotSupported(
+            "PostgreSQL locks no rows of a query with an aggregate or distinct(): use a manager or a queryset without "
+            f"them, or {name}.lock_row() of an instance, which uses none"
         )
 
 
@@ -109,6 +120,7 @@ class _RowLockCompiler(SQLCompiler):
         query: Any = self.query
         if query.select_for_update:
             require_row_locks(self.connection)
+            refuse_groups(self.connection, query)
             if not query.select_for_update_of and self.connection.features.has_select_for_update_of:
                 query = self.query = query.chain()
                 query.select_for_update_of = own_tables(query.model)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import django
@@ -15,7 +16,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.core.files.base import ContentFile
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
-from django.db.models import Value, Window
+from django.db.models import Count, Value, Window
 from django.db.models.functions import RowNumber
 from django.db.models.sql import Query
 from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
@@ -568,6 +569,22 @@ def test_rows_in_an_order_over_another_table_are_locked_alone(database):
             assert set(lock()) == set(jobs)
             assert not is_free(database, jobs[1].title, **JOBS)
             assert is_free(database, team.pk, table="testapp_team")
+
+
+@on_postgresql
+@pytest.mark.parametrize("many", [lambda rows: rows.annotate(n=Count("delivery")), lambda rows: rows.distinct()])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_groups_that_the_database_cannot_lock_are_refused_before_any_io(database, stock, sql, many, shared):
+    rows = many(stocks(database))
+    with atomic(database):
+        before = len(sql())
+        for lock in (rows.lock_rows, partial(rows.lock_row, stock.pk)):
+            with pytest.raises(NotSupported, match=r"Stock\.lock_row\(\) of an instance"):
+                lock(shared=shared)
+        with pytest.raises(NotSupported, match=r"Stock\.lock_row\(\) of an instance"):
+            list(rows.select_for_share())
+        assert len(sql()) == before
+        stock.lock_row(shared=shared)
 
 
 @on_postgresql
