@@ -143,6 +143,12 @@ class PreconditionMixin(_View):
         self._require_checked(instance)
         super().perform_destroy(instance)  # type: ignore[misc]
 
+    def handle_exception(self, exc: Any) -> Any:
+        """Answer a conflict of a row that was checked with 412, as any other, whichever instance of it was saved."""
+        if isinstance(exc, StaleObject):
+            exc.instance = next((each for each, _ in self._dlock_checked if each == exc.instance), exc.instance)
+        return super().handle_exception(exc)
+
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the response with the ETag, or as a 304."""
         response = super().finalize_response(request, response, *args, **kwargs)

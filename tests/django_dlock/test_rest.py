@@ -96,12 +96,17 @@ class Late(generics.UpdateAPIView):
         serializer.save()
 
 
+class LateAndChecked(PreconditionMixin, Late):
+    pass
+
+
 router = routers.DefaultRouter()
 router.register("articles", Articles, basename="article")
 urlpatterns = [
     path("", include(router.urls)),
     path("drafts/<int:pk>/", Lenient.as_view()),
     path("late/<int:pk>/", Late.as_view()),
+    path("locked/<int:pk>/", LateAndChecked.as_view()),
 ]
 
 
@@ -430,6 +435,14 @@ def test_conflict_found_by_the_save_is_answered_like_one_found_before(use_databa
     late, early = (ask("PUT", f"/late/{draft.pk}/", "mine", revision=1) for _ in range(2))
     assert (late.status_code, late.content) == (early.status_code, early.content)
     assert late.status_code == 409
+
+
+def test_conflict_of_a_row_that_met_if_match_is_412_whichever_instance_is_saved(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    changed = ask("PUT", f"/locked/{draft.pk}/", "mine", revision=1, If_Match=etag_of(draft))
+    assert changed.status_code == 412
+    assert Draft.objects.get().title == "theirs"
 
 
 def save_each(items):
