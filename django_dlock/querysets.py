@@ -225,7 +225,7 @@ class RowLockQuerySet(QuerySet[M_co]):
 
 
 def _keeping_locks(combined: RowsT, first: Any, *others: Any) -> RowsT:
-    """Return a combination of querysets if it locks what they would; of an empty one that is added there is nothing."""
+    """Return a combination of querysets if it locks what they would; an empty one that is added has no rows to lock."""
     others = tuple(each for each in others if not each.query.is_empty())
     if combined.query.combinator and first.query.select_for_update and not others:
         return first.all()  # type: ignore[no-any-return]

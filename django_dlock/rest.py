@@ -236,10 +236,9 @@ class VersionedSerializerMixin(_Serializer):
         validated.pop(name, None)
         if not self._dlock_makes_new():
             for key, field in self.fields.items():
-                if field.source == name and self._dlock_has(key, field, data):
-                    version = self._dlock_compared(_version_in(data, key))
-                    if _is_saved(self.instance) or not field.read_only:
-                        validated[name] = version
+                is_read = field.source == name and (_is_saved(self.instance) or not field.read_only)
+                if is_read and self._dlock_has(key, field, data):
+                    validated[name] = self._dlock_compared(_version_in(data, key))
         return validated
 
     def _dlock_has(self, key: str, field: Any, data: Any) -> bool:
