@@ -18,7 +18,16 @@ from django.db.models.sql import Query
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["has_parents", "is_one_table", "lock_matching", "lock_versions", "needs_lock"]
+__all__ = [
+    "found_versions",
+    "has_parents",
+    "hashable",
+    "is_one_table",
+    "lock_matching",
+    "lock_versions",
+    "needs_lock",
+    "only_locked",
+]
 
 # What a column is defined by may be more than the name of a type ("text COLLATE ..."), or no type at all ("bigserial").
 _TYPE_OF_ARRAYS: Final = re.compile(
@@ -63,25 +72,73 @@ def lock_matching(rows: Any, version: Any) -> Any:
     rows = rows.all()
     rows.query.select_for_update = False  # Django drops it as well, and here it would lock in no order.
     key = version.model._meta.pk.name
-    found = dict(rows.values_list(key, version.name))
+    found = _by_key(rows, version, key)
     locked = lock_versions(found, version, rows.db)
     if found != locked:
-        found = dict(_with_keys(rows, version, locked).values_list(key, version.name))
+        found = _by_key(_with_keys(rows, version, locked), version, key)
     return _with_keys(rows, version, [each for each in found if found[each] == locked[each]])
+
+
+def only_locked(rows: Any) -> Any:
+    """Return a queryset that locks the rows of another one, in the order of their keys, and no rows that it joins.
+
+    An ordering of the model would join as well, and PostgreSQL locks no row that an outer join may not find.
+    """
+    connection = connections[rows.db]
+    if rows.query.count_active_tables() > 1:
+        rows = models.QuerySet(rows.model, using=rows.db).filter(pk__in=list(rows.values_list("pk", flat=True)))
+    return rows.order_by("pk").select_for_update(no_key=connection.features.has_select_for_no_key_update)
 
 
 def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, int]:
     """Lock rows of the table that has the version, in the order of their keys; return their versions by key."""
     rows: Any = _with_keys(models.QuerySet(version.model, using=using), version, keys)
-    locked = rows.order_by("pk").select_for_update(no_key=connections[using].features.has_select_for_no_key_update)
-    return dict(locked.values_list("pk", version.attname))
+    return _by_key(only_locked(rows), version)
+
+
+def found_versions(rows: Any, version: Any) -> dict[Any, int]:
+    """Return the current versions of rows, by their primary keys."""
+    connection = connections[rows.db]
+    if connection.vendor == "mysql" and connection.in_atomic_block:
+        # A plain SELECT may read the old versions from the transaction's snapshot; a locking one reads the newest.
+        rows = only_locked(rows)
+    return _by_key(rows, version)
+
+
+def _by_key(rows: Any, version: Any, key: str = "pk") -> dict[Any, int]:
+    return {hashable(each): number for each, number in rows.values_list(key, version.name)}
+
+
+def hashable(key: Any) -> Any:
+    """Return a primary key as a key of a dict: that of an array or a JSON value is wrapped."""
+    try:
+        hash(key)
+    except TypeError:
+        return _Hashable(key)
+    return key
+
+
+class _Hashable:
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and bool(self.key == other.key)
+
+    def __hash__(self) -> int:
+        return len(repr(self.key))  # Equal dicts may have their items in another order.
+
+
+def _plain(key: Any) -> Any:
+    return key.key if isinstance(key, _Hashable) else key
 
 
 def _with_keys(rows: Any, version: Any, keys: Iterable[Any]) -> Any:
     """Return the rows of a queryset that have one of these keys in the table that has the version."""
     key = version.model._meta.pk
+    keys = [_plain(each) for each in keys]
     if isinstance(key, models.CompositePrimaryKey):
-        return rows.filter(pk__in=list(keys))
+        return rows.filter(pk__in=keys)
     return rows.filter(_In(models.F(key.name), [key.get_prep_value(each) for each in keys]))
 
 

@@ -15,6 +15,7 @@ from django.utils.functional import Promise
 
 from django_dlock.errors import NotSupported
 from django_dlock.fencing import fence_field, fence_for
+from django_dlock.lazy import unwrapped
 from dlock_core import names
 from dlock_core.errors import NoSuchKey
 
@@ -34,7 +35,7 @@ def identify(parts: tuple[Any, ...], using: str | None) -> tuple[str, TableFence
     Raises NoSuchKey for a value that cannot be a key of the model, and TypeError for managers, lazy texts, SQL
     expressions, and an instance where no key is expected; ValueError for models of several databases without `using`.
     """
-    parts = _with_model(parts)
+    parts = _with_model(tuple(map(unwrapped, parts)))
     values = _plain(parts)
     name, fence = names.join(*values), fence_for((*parts[:1], *values[1:]))
     return name, fence, _database_of(parts) if using is None else using

@@ -16,8 +16,10 @@ from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
+from django_dlock.comparisons import only_locked
 from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
+from django_dlock.lazy import unwrapped
 from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
@@ -42,6 +44,7 @@ def etag_of(instance: models.Model, *, variant: str = "") -> str:
     `variant` distinguishes representations that one URL returns by Accept or by user. Raises TypeError for a model
     without a version, ValueError if the version was deferred.
     """
+    instance = unwrapped(instance)
     require_version(type(instance))
     return _tag(type(instance), instance.pk, read_version(instance), variant)
 
@@ -67,6 +70,7 @@ def check_preconditions(
         PreconditionRequired: If-Match is missing (428).
         PreconditionMalformed: a condition cannot be read (400).
     """
+    instance = unwrapped(instance)
     tag, name = etag_of(instance, variant=variant), row_name(type(instance), instance.pk)
     return _evaluate(request, instance, tag, name=name, required=required, accept_weak=accept_weak)
 
@@ -186,8 +190,8 @@ def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: st
     except (TypeError, ValueError, ValidationError):  # A URL may contain anything, such as "abc" for a number.
         raise _not_found(model, key) from None
     if lock:
-        rows = rows.select_for_update(no_key=connections[alias].features.has_select_for_no_key_update)
-    found: Any = rows.values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
+        rows = only_locked(rows)
+    found: Any = rows.order_by("pk").values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
     if found is None:
         raise _not_found(model, key)
     number, version = found

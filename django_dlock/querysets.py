@@ -17,12 +17,23 @@ from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
-from django_dlock.comparisons import has_parents, is_one_table, lock_matching, lock_versions, needs_lock
+from django_dlock.comparisons import (
+    found_versions,
+    has_parents,
+    hashable,
+    is_one_table,
+    lock_matching,
+    lock_versions,
+    needs_lock,
+)
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
+from django_dlock.lazy import unwrapped
 from django_dlock.row_sql import (
     RowLockQuery,
+    exchange_query,
     own_tables,
     refuse_combined,
+    refuse_groups,
     refuse_lost_lock,
     require_row_locks,
     set_lock_clause,
@@ -45,7 +56,6 @@ __all__ = [
     "RowLockOptions",
     "RowLockQuerySet",
     "VersionedQuerySet",
-    "found_versions",
     "row_name",
 ]
 
@@ -65,6 +75,7 @@ class RowLock(row_locks.RowLock):
         rows._for_write = True  # type: ignore[attr-defined]  # noqa: SLF001 - a lock on a replica would exclude nobody
         connection = connections[rows.db]
         require_row_locks(connection)
+        refuse_groups(connection, rows.query)
         started = time.monotonic()
         locked = self._with_lock_clause(rows, connection.features)
         try:
@@ -190,7 +201,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         refuse_combined(self.query)
         locked = super().select_for_update(nowait, skip_locked, of, no_key)
         if isinstance(locked.query, RowLockQuery):
-            locked.query = locked.query.chain(Query)
+            exchange_query(locked, Query)
         return locked
 
     def __and__(self, other: Any) -> Self:
@@ -213,9 +224,12 @@ class RowLockQuerySet(QuerySet[M_co]):
         return _keeping_locks(super().difference(*other_qs), self, *other_qs)
 
 
-def _keeping_locks(combined: RowsT, *parts: Any) -> RowsT:
-    """Return a combination of querysets if it locks what they would."""
-    refuse_lost_lock(combined.query, *(part.query for part in parts))
+def _keeping_locks(combined: RowsT, first: Any, *others: Any) -> RowsT:
+    """Return a combination of querysets if it locks what they would; an empty one that is added has no rows to lock."""
+    others = tuple(each for each in others if not each.query.is_empty())
+    if combined.query.combinator and first.query.select_for_update and not others:
+        return first.all()  # type: ignore[no-any-return]
+    refuse_lost_lock(combined.query, *(part.query for part in (first, *others)))
     return combined
 
 
@@ -280,7 +294,8 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
 
         All objects are written, or none: then StaleObject is raised, and a surrounding transaction stays usable.
         """
-        version, objs, fields = _version_of(self.model), tuple({id(obj): obj for obj in objs}.values()), tuple(fields)
+        version, fields = _version_of(self.model), tuple(fields)
+        objs = tuple({id(obj): obj for obj in map(unwrapped, objs)}.values())
         is_for_django = not objs or any(obj.pk is None for obj in objs) or (batch_size is not None and batch_size <= 0)
         if version is None or is_for_django:  # Django reports what is wrong with the arguments.
             return super().bulk_update(objs, fields, batch_size)
@@ -288,7 +303,7 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
             return super().bulk_update(objs, fields, batch_size)  # Our update() increments the versions.
         if version.name in fields:
             raise ValueError(f"bulk_update() increments {version.name!r} itself: leave it out of the fields")
-        if len({obj.pk for obj in objs}) < len(objs):
+        if len({hashable(obj.pk) for obj in objs}) < len(objs):
             raise ValueError("bulk_update() was given a row twice, as two objects: pass only the one to be written")
         for obj in objs:
             version.expected_version(obj, "update")
@@ -341,7 +356,8 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
     def _lock_unchanged(self, objs: Sequence[Any]) -> bool:
         """Lock the rows of objects in the order of their keys; return whether all of them still have their versions."""
         version = _version_of(self.model)
-        expected = {obj._get_pk_val(version.model._meta): version.read_version(obj) for obj in objs}  # noqa: SLF001 - Django's
+        keys = [hashable(obj._get_pk_val(version.model._meta)) for obj in objs]  # noqa: SLF001 - Django's
+        expected = dict(zip(keys, map(version.read_version, objs), strict=True))
         return lock_versions(expected, version, self.db) == expected
 
     def _checked_update(self, objs: Sequence[Any], fields: Iterable[str]) -> int:
@@ -357,9 +373,10 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
     def _first_stale(self, objs: Sequence[Any]) -> StaleObject:
         version = _version_of(self.model)
         found = found_versions(self.filter(pk__in=[obj.pk for obj in objs]), version)
-        stale = next((obj for obj in objs if found.get(obj.pk) != version.read_version(obj)), objs[0])
+        current = [(obj, found.get(hashable(obj.pk))) for obj in objs]
+        stale, number = next((each for each in current if each[1] != version.read_version(each[0])), current[0])
         expected = version.read_version(stale)
-        return emit_conflict(StaleObject(stale, expected=expected, found=found.get(stale.pk), action="update"))
+        return emit_conflict(StaleObject(stale, expected=expected, found=number, action="update"))
 
 
 _LockManager = models.Manager.from_queryset(VersionedQuerySet)
@@ -381,12 +398,3 @@ def _counts(value: Any, version: Any) -> bool:
     sides = (value.lhs, value.rhs)
     numbers = [each.value for each in sides if isinstance(each, Value)]
     return F(version.name) in sides and any(isinstance(number, int) and number > 0 for number in numbers)
-
-
-def found_versions(rows: models.QuerySet[Any], version: Any) -> dict[Any, int]:
-    """Return the current versions of rows, by their primary keys."""
-    connection = connections[rows.db]
-    if connection.vendor == "mysql" and connection.in_atomic_block:
-        # A plain SELECT may read the old versions from the transaction's snapshot; a locking one reads the newest.
-        rows = rows.select_for_update()
-    return dict(rows.values_list("pk", version.attname))

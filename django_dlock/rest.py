@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
+from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
+from dlock_core.web.preconditions import READ_METHODS
 
 with needed_by("django_dlock.rest"):
     from rest_framework import serializers
@@ -43,8 +45,8 @@ def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a `get_object` so that its object is checked, once even if several classes override the method."""
 
     def checking(self: PreconditionMixin) -> Any:
-        instance = get_object(self)
-        if instance is not self._dlock_object:
+        instance = unwrapped(get_object(self))
+        if not self._dlock_has_checked(instance):
             self._dlock_check(instance)
         return instance
 
@@ -83,8 +85,8 @@ class PreconditionMixin(_View):
     accept_weak: ClassVar[bool] = False
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
-    _dlock_object: Model | None = None
-    _dlock_is_known = False
+    _dlock_checked: Sequence[tuple[Any, bool]] = ()
+    """Each object that was checked, and whether the client has it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -106,17 +108,21 @@ class PreconditionMixin(_View):
         return super().get_object()
 
     def _dlock_check(self, instance: Any) -> None:
-        self._dlock_object = instance
+        is_known = False
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
         method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
         if method == self.request.method:
-            self._dlock_is_known = check_preconditions(
+            is_known = check_preconditions(
                 self.request,
                 instance,
                 required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
                 accept_weak=self.accept_weak,
                 variant=self._dlock_variant(),
             )
+        self._dlock_checked = [*self._dlock_checked, (instance, is_known)]
+
+    def _dlock_has_checked(self, instance: Any) -> bool:
+        return any(each is instance for each, _ in self._dlock_checked)
 
     def _dlock_requires(self, method: str | None) -> bool:
         """Return whether a request needs If-Match, by its method or by the usual method of its action."""
@@ -137,31 +143,46 @@ class PreconditionMixin(_View):
         self._require_checked(instance)
         super().perform_destroy(instance)  # type: ignore[misc]
 
+    def handle_exception(self, exc: Any) -> Any:
+        """Answer a conflict of a row that was checked with 412, as any other, whichever instance of it was saved."""
+        if isinstance(exc, StaleObject):
+            exc.instance = next((each for each, _ in self._dlock_checked if each == exc.instance), exc.instance)
+        return super().handle_exception(exc)
+
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the response with the ETag, or as a 304."""
         response = super().finalize_response(request, response, *args, **kwargs)
         self._require_any_check(request, response)
-        if response.status_code == 201 and self._dlock_object is None:
-            # With many=True it is a list.
-            serializer = getattr(getattr(response, "data", None), "serializer", None)
-            instance = getattr(serializer, "instance", None)
-            self._dlock_object = instance if isinstance(instance, Model) else None
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
-        if self._dlock_object is not None and shows_it:
-            response.headers.setdefault("ETag", etag_of(self._dlock_object, variant=self._dlock_variant()))
-            if self._dlock_is_known:
+        if shows_it and (shown := self._dlock_shown(response)) is not None:
+            response.headers.setdefault("ETag", etag_of(shown, variant=self._dlock_variant()))
+            if any(is_known for each, is_known in self._dlock_checked if each is shown):
                 response.status_code, response.data = 304, None
         return response
 
+    def _dlock_shown(self, response: Any) -> Any:
+        """Return the instance that a response shows, or None: a view may read its object more than once.
+
+        A response that does not say so shows the instance that was written, which has the greatest version, or to a
+        reader the oldest: with the tag of a newer one, a client could overwrite what it has not seen.
+        """
+        checked = [each for each, _ in self._dlock_checked]
+        # With many=True the serializer's instance is a list.
+        instance = unwrapped(getattr(getattr(getattr(response, "data", None), "serializer", None), "instance", None))
+        if isinstance(instance, Model) and (instance in checked or (response.status_code == 201 and not checked)):
+            return instance
+        choose = min if self.request.method in READ_METHODS else max
+        return choose((each for each in checked if each == checked[-1]), key=read_version, default=None)
+
     def _require_checked(self, instance: Any) -> None:
-        if instance is not self._dlock_object:
+        if not self._dlock_has_checked(unwrapped(instance)):
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
                 "write the object that self.get_object() returns"
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        if response.status_code < 400 and self._dlock_object is None and self._dlock_needs_object(request.method):
+        if response.status_code < 400 and not self._dlock_checked and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
                 "write the object that self.get_object() returns; an action of your own on no single object says "
@@ -181,10 +202,14 @@ class PreconditionMixin(_View):
 class VersionedSerializerMixin(_Serializer):
     """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field.
 
-    A version among the data of a change has to be that of the instance, as if it were assigned to it; so has a field of
-    another name whose `source` is the version. A change without one is not compared, unless you declare the field as
-    required: then each change needs it, also a PATCH. A new object needs none, and gets a version of its own. In nested
-    data and lists, where the serializer does not know the instance, compare the versions yourself.
+    A version among the data of a change has to be that of the instance; so has a field of another name whose `source`
+    is the version. It stays in `validated_data`, under the model's name for it, so that the save compares it with the
+    row that is written, even if that was read again. A change without one is not compared, unless you declare the field
+    as required: then each change needs it, also a PATCH. With `allow_null=True` a null counts as not sent.
+
+    A serializer of one object without an instance makes a new object, which needs no version and gets its own. In
+    nested data and lists, where the serializer does not know the instance, declare the field and compare the versions
+    of `validated_data` yourself; a required one is required there, too.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -207,29 +232,31 @@ class VersionedSerializerMixin(_Serializer):
 
     def to_internal_value(self, data: Any) -> Any:
         """Validate the data; raises StaleObject if they have another version than the instance."""
-        validated = super().to_internal_value(data)
-        name, is_known = self._dlock_version_name(), _is_saved(self.instance)
-        if is_known:
-            for field in self.fields.values():
-                if field.source == name:
-                    self._dlock_compare(field, data)
-        if is_known or self._dlock_makes_new():
-            validated.pop(name, None)
+        validated, name = super().to_internal_value(data), self._dlock_version_name()
+        validated.pop(name, None)
+        if not self._dlock_makes_new():
+            for key, field in self.fields.items():
+                is_read = field.source == name and (_is_saved(self.instance) or not field.read_only)
+                if is_read and self._dlock_has(key, field, data):
+                    validated[name] = self._dlock_compared(_version_in(data, key))
         return validated
 
-    def _dlock_compare(self, field: Any, data: Any) -> None:
-        if field.field_name in data:
-            sent, read = _version_in(data, field.field_name), read_version(cast("Model", self.instance))
-            if sent != read:
-                raise emit_conflict(StaleObject(self.instance, expected=sent, found=read))
-        elif field.required:  # The framework itself does not require it of a PATCH.
-            message = field.error_messages["required"]
-            raise serializers.ValidationError({field.field_name: [message]}, code="required")
+    def _dlock_has(self, key: str, field: Any, data: Any) -> bool:
+        is_sent: bool = key in data and not (data[key] is None and field.allow_null)
+        if field.required and not is_sent:  # The framework itself does not require it of a PATCH.
+            raise serializers.ValidationError({key: [field.error_messages["required"]]}, code="required")
+        return is_sent
+
+    def _dlock_compared(self, version: int) -> int:
+        instance = unwrapped(self.instance)
+        if _is_saved(instance) and version != (read := read_version(instance)):
+            raise emit_conflict(StaleObject(instance, expected=version, found=read))
+        return version
 
     def _dlock_makes_new(self) -> bool:
-        """Return whether the data are of new objects, as far as the outermost serializer says."""
-        instance = getattr(self.root, "instance", None)  # A ListField may be the outermost, too.
-        return instance is None or (isinstance(instance, Model) and not _is_saved(instance))
+        """Return whether the data are of a new object; nobody but the outermost serializer of one object knows."""
+        instance: Any = self.instance
+        return self.root is self and (instance is None or (isinstance(instance, Model) and not _is_saved(instance)))
 
     def _dlock_version_name(self) -> str:
         model: Any = self.Meta.model

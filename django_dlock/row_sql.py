@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RowLockQuery",
+    "exchange_query",
     "own_tables",
     "refuse_combined",
+    "refuse_groups",
     "refuse_lost_lock",
     "require_row_locks",
     "set_lock_clause",
@@ -60,6 +62,16 @@ def refuse_combined(query: Any) -> None:
         )
 
 
+def refuse_groups(connection: Any, query: Any) -> None:
+    """Raise NotSupported for a query with GROUP BY or DISTINCT on PostgreSQL, which locks none of its rows."""
+    if connection.vendor == "postgresql" and (query.group_by is not None or query.distinct):
+        name = query.model.__name__
+        raise NotSupported(
+            "PostgreSQL locks no rows of a query with an aggregate or distinct(): use a manager or a queryset without "
+            f"them, or {name}.lock_row() of an instance, which uses none"
+        )
+
+
 def refuse_lost_lock(combined: Any, *parts: Any) -> None:
     """Raise NotSupported if a combination of queries would not lock its rows as each part that locks would."""
     locks = {_lock_of(part) for part in parts} - {None}
@@ -89,8 +101,16 @@ def set_lock_clause(locked: Any, **words: Any) -> None:
     """Set the words of a queryset's lock clause: `strength` ("SHARE", "KEY SHARE") or `wait` (seconds)."""
     if type(locked.query) not in (Query, RowLockQuery):
         raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
-    locked.query = locked.query.chain(RowLockQuery)
+    exchange_query(locked, RowLockQuery)
     vars(locked.query).update({f"dlock_{key}": word for key, word in words.items()})
+
+
+def exchange_query(rows: Any, kind: type[Query]) -> None:
+    """Give a queryset its query as one of another class, and leave the kind of its rows as it is.
+
+    Django's own setter makes dicts of all rows that are no instances.
+    """
+    rows._query = rows.query.chain(kind)  # noqa: SLF001 - as above
 
 
 class _RowLockCompiler(SQLCompiler):
@@ -100,6 +120,7 @@ class _RowLockCompiler(SQLCompiler):
         query: Any = self.query
         if query.select_for_update:
             require_row_locks(self.connection)
+            refuse_groups(self.connection, query)
             if not query.select_for_update_of and self.connection.features.has_select_for_update_of:
                 query = self.query = query.chain()
                 query.select_for_update_of = own_tables(query.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import contextmanager
 from copy import Error as CopyError
 from copy import deepcopy
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 REFUSED_COPY: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, CopyError)
 """The errors of a value that cannot be copied; others may come from a signal handler, and must propagate."""
+REFUSED_COMPARISON: Final = (*REFUSED_COPY, ArithmeticError, pickle.PickleError)
+"""The errors of values that cannot be compared, or not be pickled."""
 SAVED_VALUES: Final = "_dlock_saved"
 """Attribute of an instance that keeps the values of its fields that were last read or written."""
 DJANGO_FETCH_PEERS: Final[Any] = getattr(models, "FETCH_PEERS", None)
@@ -200,6 +203,25 @@ def _copied(value: Any) -> Any:
 
 
 def _is_changed(value: Any, saved: Any) -> bool:
-    """Return whether a value differs from the one saved; a file that was assigned differs even if its name does not."""
-    is_new_file = isinstance(value, FieldFile) and not value._committed  # type: ignore[attr-defined]  # noqa: SLF001
-    return is_new_file or bool(value != saved)
+    """Return whether a value differs from the one saved; a file that was assigned differs even if its name does not.
+
+    A comparison alone cannot tell: NaN differs from itself, and arrays compare their elements.
+    """
+    if isinstance(value, FieldFile) and not value._committed:  # type: ignore[attr-defined]  # noqa: SLF001
+        return True
+    return not (value is saved or _are_equal(value, saved) or _are_stored_alike(value, saved))
+
+
+def _are_equal(value: Any, saved: Any) -> bool:
+    try:
+        differs = value != saved
+        return not (hasattr(differs, "__len__") or differs)
+    except REFUSED_COMPARISON:
+        return False
+
+
+def _are_stored_alike(value: Any, saved: Any) -> bool:
+    try:
+        return pickle.dumps(value) == pickle.dumps(saved)
+    except REFUSED_COMPARISON:
+        return False

@@ -10,6 +10,7 @@ from django.db.models.query_utils import DeferredAttribute
 
 from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import StaleObject
+from django_dlock.lazy import unwrapped
 from django_dlock.querysets import row_name
 from django_dlock.refresh import is_key
 from django_dlock.transactions import ABSENT
@@ -159,5 +160,6 @@ class VersionField(_BigIntegerField):
 
 def read_version(instance: Any) -> int:
     """Return the version that was read with an instance; raises ValueError as `VersionField.read_version` does."""
+    instance = unwrapped(instance)
     number: int = instance._dlock_version.read_version(instance)
     return number

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django import forms
 from django.contrib import admin, messages
@@ -20,12 +19,12 @@ from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
 from django_dlock.bases import guard_override, guards, require_left_of
+from django_dlock.comparisons import lock_versions
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
-from django_dlock.querysets import found_versions
 from django_dlock.versions import VersionedMixin, read_version
 
 if TYPE_CHECKING:
@@ -70,17 +69,22 @@ def _guarded_rows(get_formset: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+_ACTED: Final = "_dlock_has_acted"
+"""Attribute of a request whose action has begun, so that it must not be run again."""
+
+
 class VersionedModelAdmin(_ModelAdmin):
     """A ModelAdmin of a VersionedMixin model that never overwrites, or deletes, a change which the user has not seen.
 
     Saving an object, or a row of the list, that has changed since the page was shown displays the differences and asks.
-    Deleting it, or running an action on it, is refused, and the page is shown again. An action is checked when it
-    begins: what it then changes by `save()` is checked again, but not what it changes by `queryset.update()`. With
-    "select all across pages", only the rows that were on the page are checked.
+    Deleting it, or running an action on it, is refused, and the page is shown again. An action runs once, in a
+    transaction of the model's database with the rows of the page locked, and StaleObject rolls all of it back. With
+    "select all across pages", the rows that were on no page are neither checked nor locked: what the action changes of
+    them by `save()` is checked, but not what it changes by `queryset.update()`.
     """
 
     unguarded_actions: ClassVar[tuple[str, ...]] = ()
-    """Names of actions that change nothing, such as an export."""
+    """Names of actions that are neither checked nor run in a transaction: an export, or one that opens its own."""
 
     delete_confirmation_template = "admin/django_dlock/delete_confirmation.html"
     delete_selected_confirmation_template = "admin/django_dlock/delete_selected_confirmation.html"
@@ -112,7 +116,7 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         view = super().changeform_view
-        return again_when_stale(lambda: view(request, *args, **kwargs))
+        return again_when_stale(lambda: view(request, *args, **kwargs), unless=lambda: _has_acted(request))
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> Any:
         form = context["adminform"].form
@@ -135,7 +139,7 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         view = super().changelist_view
-        response = again_when_stale(lambda: view(request, extra_context))
+        response = again_when_stale(lambda: view(request, extra_context), unless=lambda: _has_acted(request))
         formset = _bound_formset(response)
         if formset is None:
             return response
@@ -160,40 +164,40 @@ class VersionedModelAdmin(_ModelAdmin):
         return format_html_join("\n", '<input type="hidden" name="{}" value="{}">', inputs)
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], **where: Any) -> Any:
-        """Run an action if its rows are unchanged since the page was shown.
+        """Run an action once, in a transaction, if its rows are unchanged since the page was shown.
 
         `where` is passed since Django 6.1: the action's location, in the list or on an object's form.
         """
+        vars(request)[_ACTED] = True
         action = _action(request, **where)
         if action in self.unguarded_actions:
             return super().response_action(request, queryset, **where)
-        with _transaction_for(action, queryset.db):
-            if not self._is_unchanged(request, queryset):
-                return None
-            response = super().response_action(request, queryset, **where)
+        queryset = read_from_write_database(queryset, request)
+        try:
+            with transaction.atomic(using=queryset.db):
+                if changed := self._changed_rows(request, queryset):
+                    return self._refuse_action(request, changed)
+                response = super().response_action(request, queryset, **where)
+                _require_usable(action, queryset.db)
+        except StaleObject as error:
+            return self._refuse_action(request, [error.name if error.instance is None else str(error.instance)])
         context = getattr(response, "context_data", None) or {}
         if "queryset" in context:
             context["dlock_versions"] = self.version_inputs(context["queryset"])
         return response
 
-    def _is_unchanged(self, request: HttpRequest, queryset: QuerySet[Any]) -> bool:
-        """Return whether the rows of an action are as the page has shown them, and report to the user which are not.
+    def _changed_rows(self, request: HttpRequest, queryset: QuerySet[Any]) -> list[str]:
+        """Return the rows of an action that are not as the page has shown them.
 
-        Inside a transaction the rows are locked, so that they stay unchanged until the action has written them.
+        All of them are locked, so that they stay as they are until the action has written them.
         """
         rows = list(_rows_of_action(request, queryset))
-        table = self.model._dlock_version.model._base_manager.using(queryset.db)
-        locked = table.filter(pk__in=[row.pk for row in rows]).order_by("pk")
-        if transaction.get_connection(queryset.db).in_atomic_block:
-            locked = locked.select_for_update()
-        found = found_versions(locked, self.model._dlock_version)
-        stale = [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
-        if stale:
-            text = _(
-                "Nothing was done, because these have changed since the page was shown: %s. Check them and try again."
-            )
-            self.message_user(request, text % ", ".join(stale), messages.ERROR)
-        return not stale
+        found = lock_versions([row.pk for row in rows], self.model._dlock_version, queryset.db)
+        return [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
+
+    def _refuse_action(self, request: HttpRequest, changed: Sequence[str]) -> None:
+        text = _("Nothing was done, because these have changed since the page was shown: %s. Check them and try again.")
+        self.message_user(request, text % ", ".join(changed), messages.ERROR)
 
     # Deleting one
 
@@ -238,9 +242,17 @@ def _action(request: HttpRequest, action_location: Any = None) -> str:
     return names[int(index)] if index.isdecimal() and int(index) < len(names) else ""
 
 
-def _transaction_for(action: str, using: str) -> AbstractContextManager[Any]:
-    # Other actions open their own transactions: inside ours they could not acquire a lease before BEGIN.
-    return transaction.atomic(using=using) if action == "delete_selected" else nullcontext()
+def _has_acted(request: HttpRequest) -> bool:
+    return _ACTED in vars(request)
+
+
+def _require_usable(action: str, using: str) -> None:
+    """Raise TransactionManagementError if Django would roll back in silence what the action reports as done."""
+    if transaction.get_rollback(using=using):
+        raise transaction.TransactionManagementError(
+            f"the action {action!r} has hidden an error of the transaction that it runs in, so that nothing of it "
+            "would be kept: call save_with_version() in place of save(), or open atomic() around what may fail"
+        )
 
 
 def _rows_of_action(request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:

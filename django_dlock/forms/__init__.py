@@ -27,6 +27,7 @@ from django_dlock.forms.differences import (
     resubmitted,
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
+from django_dlock.lazy import unwrapped
 from django_dlock.versions import VersionedMixin, read_version
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
@@ -103,6 +104,7 @@ class VersionedModelForm(_ModelForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.instance = unwrapped(self.instance)
         if not isinstance(self.instance, VersionedMixin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
         self._next_version = ""

@@ -36,7 +36,7 @@ class SnapshotMissing(DLockError):
     """The request does not say, or says with a wrong signature, which version of the object the page has shown."""
 
     def __init__(self, instance: Model) -> None:
-        name = f"{type(instance).__name__}({instance.pk})"
+        name = f"{instance._meta.object_name}({instance.pk})"
         super().__init__(
             f"the version of {name} that the page has shown is missing or forged: load the page again", name=name
         )
@@ -82,7 +82,7 @@ class FormSnapshot:
 
 
 def _salt(instance: Model) -> str:
-    return f"django_dlock.forms.snapshot:{type(instance)._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
+    return f"django_dlock.forms.snapshot:{instance._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
 
 
 def for_page(name: str, text: str | None, *, secret: bool = False) -> PageValue:

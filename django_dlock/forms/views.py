@@ -14,6 +14,7 @@ from django.views.generic.edit import BaseFormView, FormMixin
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
+from django_dlock.lazy import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,14 +37,17 @@ def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> Query
     return rows
 
 
-def again_when_stale(view: Callable[[], T]) -> T:
+def again_when_stale(view: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T:
     """Call a view, and once more if the object changed after the view had read it: then it finds the difference.
 
-    Both calls have to be in a transaction, so that nothing of a call that fails remains.
+    Both calls have to be in a transaction, so that nothing of a call that fails remains. `unless` says, after a call
+    that has failed, whether it did something that must not be done twice.
     """
     try:
         return view()
     except StaleObject:
+        if unless():
+            raise
         return view()
 
 
@@ -60,7 +64,7 @@ def _model_of(view: Any) -> Any:
     try:
         return view.get_queryset().model
     except ImproperlyConfigured:
-        return type(getattr(view, "object", None) or view.get_object())
+        return type(unwrapped(getattr(view, "object", None) or view.get_object()))
 
 
 @guards

@@ -1,5 +1,7 @@
 """An admin of the test models, with the version guard."""
 
+import contextlib
+
 from django import forms
 from django.contrib import admin
 from django.http import HttpResponse
@@ -8,6 +10,7 @@ from django.urls import path
 from django.views.generic import DeleteView, UpdateView
 
 from django_dlock.admin import LockAdmin, VersionedModelAdmin, VersionedStackedInline, VersionedTabularInline
+from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm
 from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import Lock
@@ -25,13 +28,26 @@ class StepInline(VersionedTabularInline):
 class TicketAdmin(VersionedModelAdmin):
     inlines = [StepInline]
     save_as = True
-    actions = ["close", "export", "close_it"]
-    unguarded_actions = ("export",)
+    actions = ["close", "export", "close_it", "close_unguarded", "close_some", "close_others"]
+    unguarded_actions = ("export", "close_unguarded")
 
     def close(self, request, queryset):
         for ticket in queryset:
             ticket.state = "closed"
             ticket.save()
+
+    def close_unguarded(self, request, queryset):
+        self.close(request, queryset)
+
+    def close_some(self, request, queryset):
+        with contextlib.suppress(StaleObject):
+            self.close(request, queryset)
+
+    def close_others(self, request, queryset):
+        for ticket in queryset:
+            ticket.state = "closed"
+            with contextlib.suppress(StaleObject):
+                ticket.save_with_version()
 
     def close_it(self, request, queryset):
         self.close(request, queryset)

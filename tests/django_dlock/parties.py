@@ -42,6 +42,14 @@ class Party:
         self.now(self._atomic.__exit__, RuntimeError, error, None)
 
 
+def unlocked(model: Any, alias: str) -> set[Any]:
+    """Return the keys of the rows that no other transaction has locked."""
+    with transaction.atomic(alias):
+        return set(
+            model.objects.using(alias).order_by().select_for_update(skip_locked=True).values_list("pk", flat=True)
+        )
+
+
 def until_blocked(alias: str) -> None:
     """Wait until the server reports that a session waits for another's lock."""
     with second_session(alias) as watcher:

@@ -6,10 +6,14 @@ from functools import partial
 import django
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db.models.signals import pre_delete
+from django.db import connections
+from django.db.models.signals import pre_delete, pre_save
+from django.db.transaction import TransactionManagementError
 
+from django_dlock.errors import StaleObject
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.pages import form
+from tests.django_dlock.parties import until_blocked
 from tests.testapp.models import Code, Draft, Ticket
 
 DRAFTS = "/admin/testapp/draft/"
@@ -161,6 +165,78 @@ def test_action_that_changes_nothing_may_be_left_unguarded(browser, ticket):
     sent = act(browser, "export", [ticket])
     change(ticket, title="theirs")
     assert browser.post(TICKETS, sent).content == b"theirs"
+
+
+@pytest.fixture
+def overtaken(on_postgresql, browser, ticket, party):
+    """An action on a page with a ticket and, on no page, one that another user changes when the action saves it."""
+    shown, other, saved = Ticket.objects.create(title="shown"), party(), []
+
+    def overtake(sender, instance, **_):
+        saved.append(instance.title)
+        if instance.pk == ticket.pk:
+            other.now(partial(Ticket.objects.filter(pk=ticket.pk).update, title="theirs"))
+
+    def run(action):
+        sent = act(browser, action, [shown], select_across="1")
+        del sent[f"dlock_version:{ticket.pk}"]
+        return browser.post(TICKETS, sent, follow=True)
+
+    pre_save.connect(overtake, sender=Ticket)
+    yield run, saved
+    pre_save.disconnect(overtake, sender=Ticket)
+
+
+@pytest.mark.parametrize("atomic_requests", [False, True])
+def test_action_that_meets_a_change_runs_once_and_changes_nothing(overtaken, monkeypatch, atomic_requests):
+    monkeypatch.setitem(connections["postgresql"].settings_dict, "ATOMIC_REQUESTS", atomic_requests)
+    run, saved = overtaken
+    response = run("close")
+    assert saved == ["shown", "old"]
+    assert response.status_code == 200
+    assert "Nothing was done, because these have changed since the page was shown: old." in text(response)
+    assert sorted((each.title, each.state) for each in Ticket.objects.all()) == [("shown", "open"), ("theirs", "open")]
+
+
+def test_unguarded_action_that_meets_a_change_runs_once_too(overtaken):
+    run, saved = overtaken
+    with pytest.raises(StaleObject):
+        run("close_unguarded")
+    assert saved == ["shown", "old"]
+
+
+def test_action_that_hides_the_failure_of_its_transaction_does_not_pass_for_done(overtaken):
+    run, _ = overtaken
+    with pytest.raises(TransactionManagementError, match=r"the action 'close_some' .* save_with_version\(\)"):
+        run("close_some")
+    assert {each.state for each in Ticket.objects.all()} == {"open"}
+
+
+def test_action_may_leave_out_what_has_changed(overtaken):
+    run, saved = overtaken
+    run("close_others")
+    assert saved == ["shown", "old"]
+    assert sorted((each.title, each.state) for each in Ticket.objects.all()) == [
+        ("shown", "closed"),
+        ("theirs", "open"),
+    ]
+
+
+def test_rows_that_were_shown_are_locked_while_an_action_runs(on_postgresql, browser, ticket, party):
+    other, changes = party(), []
+
+    def overtake(sender, instance, **_):
+        changes.append(other.do(partial(Ticket.objects.filter(pk=ticket.pk).update, title="theirs")))
+        until_blocked("postgresql")
+
+    sent = act(browser, "close", [ticket])
+    pre_save.connect(overtake, sender=Ticket)
+    try:
+        browser.post(TICKETS, sent)
+    finally:
+        pre_save.disconnect(overtake, sender=Ticket)
+    assert changes[0].result(60) == 1
+    assert [(each.title, each.state) for each in Ticket.objects.all()] == [("theirs", "closed")]
 
 
 def test_selected_rows_are_deleted_after_a_confirmation(browser, ticket):

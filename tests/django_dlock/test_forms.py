@@ -9,6 +9,7 @@ from django.db import models
 from django.db.models.signals import pre_save
 from django.forms import CharField, ModelForm, inlineformset_factory, modelform_factory, modelformset_factory
 from django.test.utils import isolate_apps
+from django.utils.functional import SimpleLazyObject
 from django.views.generic import DeleteView, FormView, UpdateView, View
 from django.views.generic.detail import SingleObjectMixin
 from django.views.generic.edit import ModelFormMixin
@@ -350,9 +351,17 @@ class OwnObject(FindsItself, VersionedEditMixin, UpdateView):
     pass
 
 
+class LazyObject(OwnObject):
+    """It edits what `request.user` is: an object that is read when it is first used."""
+
+    def get_object(self, queryset=None):
+        return SimpleLazyObject(super().get_object)
+
+
+@pytest.mark.parametrize("view", [OwnObject, LazyObject])
 @pytest.mark.parametrize("options", [{"form_class": TicketForm}, {"form_class": PlainForm}, {"fields": ["title"]}])
-def test_view_that_finds_its_object_itself_needs_no_model(admin_pages, ticket, rf, options):
-    view = OwnObject.as_view(**options)
+def test_view_that_finds_its_object_itself_needs_no_model(admin_pages, ticket, rf, options, view):
+    view = view.as_view(**options)
     sent = form(view(rf.get("/"), pk=ticket.pk), title="my")
     assert view(rf.post("/", sent), pk=ticket.pk).status_code == 302
     assert read(ticket).title == "my"
@@ -363,8 +372,14 @@ class OwnObjectToDelete(FindsItself, VersionedEditMixin, DeleteView):
     pass
 
 
-def test_view_that_finds_its_object_itself_deletes_only_what_was_seen_without_a_model(admin_pages, ticket, rf):
-    view = OwnObjectToDelete.as_view()
+class LazyObjectToDelete(OwnObjectToDelete):
+    def get_object(self, queryset=None):
+        return SimpleLazyObject(super().get_object)
+
+
+@pytest.mark.parametrize("view", [OwnObjectToDelete, LazyObjectToDelete])
+def test_view_that_finds_its_object_itself_deletes_only_what_was_seen_without_a_model(admin_pages, ticket, rf, view):
+    view = view.as_view()
     sent = form(view(rf.get("/"), pk=ticket.pk))
     change(ticket, title="theirs")
     assert "was changed by someone else" in text(view(rf.post("/", sent), pk=ticket.pk))

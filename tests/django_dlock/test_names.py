@@ -8,13 +8,14 @@ import pytest
 from django.db import models
 from django.db.models import F, Q, Value
 from django.http import Http404
-from django.test.utils import isolate_apps
+from django.test.utils import isolate_apps, override_settings
 from django.utils.functional import SimpleLazyObject, lazystr
 from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
 
 from django_dlock import lock
 from django_dlock.errors import NoSuchKey
+from django_dlock.names import identify
 from django_dlock.versions import VersionedMixin
 from tests.testapp.models import (
     Article,
@@ -120,6 +121,15 @@ def test_label_of_a_model_before_a_text_that_is_no_key_is_one_name_too():
     assert lock("testapp.Counter", "all").name == lock("testapp.counter", "all").name == "testapp.counter:all"
     assert lock("testapp.Counter").name == lock(Counter).name
     assert lock("other.Counter", "07").name == "other.Counter:07"
+
+
+def test_router_is_given_the_instance_inside_a_lazy_one():
+    class ByType:
+        def db_for_write(self, model, instance=None, **_):
+            return "other" if type(instance) in {type(None), Counter} else "default"
+
+    with override_settings(DATABASE_ROUTERS=[ByType()]):
+        assert identify((Counter, SimpleLazyObject(lambda: Counter(pk=7))), None)[2] == "other"
 
 
 def test_lazy_instance_that_is_no_key_is_named_by_its_class():

@@ -11,6 +11,7 @@ from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.test.utils import isolate_apps
 from django.urls import path
 from django.utils.decorators import method_decorator
+from django.utils.functional import SimpleLazyObject
 from django.views import View
 from django.views.generic import DetailView
 from rest_framework.decorators import api_view
@@ -22,8 +23,8 @@ from django_dlock import arg
 from django_dlock.models import VersionField
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
 from dlock_core.web.preconditions import entity_tag
-from tests.django_dlock.parties import until_blocked
-from tests.testapp.models import Account, Article, ArticleProxy, Code, Draft, Shop
+from tests.django_dlock.parties import unlocked, until_blocked
+from tests.testapp.models import Account, Article, ArticleProxy, Code, Counter, Draft, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
 
@@ -33,6 +34,17 @@ MIDDLEWARE = ["django_dlock.middleware.LockMiddleware"]
 
 def database_of(request):
     return request.headers.get("X-Database", "default")
+
+
+def rename_lazily(request, pk):
+    """Do as `rename` does, with an object like `request.user`."""
+    article = SimpleLazyObject(lambda: Article.objects.get(pk=pk))
+    check_preconditions(request, article)
+    if "overtaken" in request.GET:
+        Article.objects.update(reads=1)
+    article.title = request.GET["title"]
+    article.save()
+    return HttpResponse(headers={"ETag": etag_of(article)})
 
 
 def rename(request, pk):
@@ -103,6 +115,7 @@ def show_much(request, pk):
 urlpatterns = [
     path("articles/<int:pk>", rename),
     path("async/<int:pk>", arename),
+    path("lazy/<int:pk>", rename_lazily),
     path("default/<int:pk>", count_on("default")),
     path("postgresql/<int:pk>", count_on("postgresql")),
     path("mariadb/<int:pk>", count_on("mariadb")),
@@ -142,6 +155,16 @@ def test_tag_that_was_read_lets_one_change_through_and_the_next_needs_the_new_on
     assert again.json()["object"] == f"Article({article.pk})"
     assert "ETag" not in again.headers  # with it, the client could repeat the change and overwrite what it has not seen
     assert put(url, changed.headers["ETag"]).status_code == 200
+
+
+def test_lazy_object_is_checked_like_the_one_inside(article):
+    url = f"/lazy/{article.pk}?title=second"
+    changed = put(url, etag_of(article))
+    article.refresh_from_db()
+    assert changed.headers["ETag"] == etag_of(SimpleLazyObject(lambda: article)) == etag_of(article)
+    assert (article.title, article.version) == ("second", 2)
+    assert [put(url).status_code, put(url, '"old"').status_code] == [428, 412]
+    assert put(f"{url}&overtaken", etag_of(article)).status_code == 412
 
 
 def test_change_without_if_match_is_428_and_with_nonsense_400_and_writes_nothing(article):
@@ -235,6 +258,24 @@ def test_conditional_gives_etag_and_304_and_leaves_other_headers(article):
     assert (known.status_code, known.content, known.headers["ETag"]) == (304, b"", shown.headers["ETag"])
     assert Client().get(url, headers={"If-None-Match": etag_of(article)}).status_code == 200
     assert put(url, etag_of(article)).status_code == 200
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_conditional_locks_its_row_only_whatever_the_model_is_ordered_by(database, monkeypatch, party):
+    monkeypatch.setattr(Article._meta, "ordering", ["counter__name"])
+    counter = Counter.objects.using(database).create(name="c")
+    other, free = party(), []
+
+    @conditional(Article, using=database)
+    def view(request, pk):
+        free.append(other.now(unlocked, Counter, database) == {counter.pk})
+        free.append(other.now(unlocked, Article, database) == set())
+        return HttpResponse("changed")
+
+    article = Article.objects.using(database).create(counter=counter)
+    request = RequestFactory().put("/", headers={"If-Match": etag_of(article)})
+    assert view(request, pk=article.pk).content == b"changed"
+    assert free == [True, True]
 
 
 def test_conditional_on_a_class_and_on_its_methods(use_database):

@@ -1,5 +1,6 @@
 """Django REST framework: ETag and If-Match on a viewset."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from django.db import connections, transaction
 from django.http import JsonResponse
 from django.test import override_settings
 from django.urls import include, path
+from django.utils.functional import SimpleLazyObject
 from rest_framework import generics, routers, serializers, viewsets
 from rest_framework.decorators import action
 from rest_framework.permissions import BasePermission
@@ -82,9 +84,30 @@ class Lenient(PreconditionMixin, generics.RetrieveUpdateDestroyAPIView):
     accept_weak = True
 
 
+class Late(generics.UpdateAPIView):
+    """Another user changes the object after it was validated; the view reads it again and saves that."""
+
+    queryset = Draft.objects.all()
+    serializer_class = DraftSerializer
+
+    def perform_update(self, serializer):
+        Draft.objects.update(title="theirs")
+        serializer.instance = Draft.objects.get()
+        serializer.save()
+
+
+class LateAndChecked(PreconditionMixin, Late):
+    pass
+
+
 router = routers.DefaultRouter()
 router.register("articles", Articles, basename="article")
-urlpatterns = [path("", include(router.urls)), path("drafts/<int:pk>/", Lenient.as_view())]
+urlpatterns = [
+    path("", include(router.urls)),
+    path("drafts/<int:pk>/", Lenient.as_view()),
+    path("late/<int:pk>/", Late.as_view()),
+    path("locked/<int:pk>/", LateAndChecked.as_view()),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +127,10 @@ def url(article):
     return f"/articles/{article.pk}/"
 
 
-def ask(method, url, data=None, **headers):
+def ask(method, url, data=None, *, revision=None, **headers):
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    return APIClient().generic(method, url, data and f'{{"title": "{data}"}}', "application/json", headers=given)
+    body = data and json.dumps({"title": data} if revision is None else {"title": data, "revision": revision})
+    return APIClient().generic(method, url, body, "application/json", headers=given)
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
@@ -265,6 +289,39 @@ def test_version_that_the_client_sends_has_to_be_that_of_the_object(plain_view, 
     assert send(plain_view, method, draft, {"title": "whatever"}).status_code == 200
 
 
+@pytest.mark.parametrize("base", [(), (PreconditionMixin,)], ids=["plain", "preconditions"])
+def test_lazy_object_is_compared_like_the_one_inside(use_database, base):
+    class Me(*base, generics.RetrieveUpdateDestroyAPIView):
+        serializer_class = DraftSerializer
+
+        def get_object(self):
+            return self.request.me
+
+        def perform_update(self, serializer):
+            serializer.instance = self.request.me
+            super().perform_update(serializer)
+
+        def perform_destroy(self, instance):
+            super().perform_destroy(self.request.me)
+
+    def call(method, body=None, tag=None):
+        headers = {"If-Match": tag} if tag else {}
+        request = getattr(APIRequestFactory(), method)("/", body, format="json", headers=headers)
+        request.me = SimpleLazyObject(Draft.objects.get)  # as AuthenticationMiddleware makes request.user
+        return Me.as_view()(request)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    assert call("get").data == {"title": "first", "revision": 1}
+    changed = call("put", {"title": "second", "revision": 1}, etag_of(draft))
+    assert changed.data == {"title": "second", "revision": 2}
+    assert changed.get("ETag") == call("get").get("ETag")
+    tag = etag_of(Draft.objects.get())
+    with pytest.raises(StaleObject, match=r"cannot save Draft\(\d+\) at version 1: the row has version 2"):
+        call("put", {"title": "mine", "revision": 1}, tag)
+    assert call("delete", tag=tag).status_code == 204
+
+
 @pytest.mark.parametrize("sent", ["x", None, [1], ""])
 def test_version_that_is_none_is_an_error_of_its_field(plain_view, sent):
     draft = Draft.objects.create(title="first")
@@ -358,6 +415,93 @@ def test_version_sent_for_a_new_object_is_ignored(use_database):
     assert sent.save().revision == 1
 
 
+@pytest.mark.parametrize("make", [*REQUIRED, declaring], ids=["declared", "extra_kwargs", "read_only"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_row_that_is_read_again_to_be_saved_is_not_written_over(use_database, make, partial):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    sent = make()(draft, data={"title": "mine", "revision": "1"}, partial=partial)
+    sent.is_valid(raise_exception=True)
+    Draft.objects.update(title="theirs")
+    sent.instance = Draft.objects.get()
+    with pytest.raises(StaleObject, match=r"cannot save .* at version 1: the row has version 2"):
+        sent.save()
+    assert Draft.objects.get().title == "theirs"
+
+
+def test_conflict_found_by_the_save_is_answered_like_one_found_before(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    late, early = (ask("PUT", f"/late/{draft.pk}/", "mine", revision=1) for _ in range(2))
+    assert (late.status_code, late.content) == (early.status_code, early.content)
+    assert late.status_code == 409
+
+
+def test_conflict_of_a_row_that_met_if_match_is_412_whichever_instance_is_saved(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    changed = ask("PUT", f"/locked/{draft.pk}/", "mine", revision=1, If_Match=etag_of(draft))
+    assert changed.status_code == 412
+    assert Draft.objects.get().title == "theirs"
+
+
+def save_each(items):
+    """Write each item over the row that it names, as a bulk endpoint does that compares the versions itself."""
+    for item in items:
+        draft = Draft.objects.get(pk=item["id"])
+        for name, value in item.items():
+            setattr(draft, name, value)
+        draft.save()
+
+
+def in_list(kind, data, **options):
+    sent = kind(data=[data], many=True, **options)
+    sent.is_valid(raise_exception=True)
+    return sent.validated_data
+
+
+def nested(kind, data, **options):
+    outer = type("Outer", (serializers.Serializer,), {"draft": kind()})
+    sent = outer(data={"draft": data}, **options)
+    sent.is_valid(raise_exception=True)
+    return [sent.validated_data["draft"]]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("validated", [in_list, nested])
+def test_version_stays_among_the_data_where_the_object_is_not_known(use_database, validated, partial):
+    class Own(declaring(fields=["id", "title", "rev"])):
+        id = serializers.IntegerField()
+        rev = serializers.IntegerField(source="revision")
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    save_each(validated(Own, {"id": draft.pk, "title": "second", "rev": 1}, partial=partial))
+    with pytest.raises(StaleObject):
+        save_each(validated(Own, {"id": draft.pk, "title": "mine", "rev": 1}, partial=partial))
+    with pytest.raises(serializers.ValidationError, match="required"):
+        validated(Own, {"id": draft.pk, "title": "mine"}, partial=partial)
+    assert Draft.objects.get().title == "second"
+
+
+@pytest.mark.parametrize("validated", [in_list, nested])
+def test_new_objects_in_lists_and_nested_ones_get_versions_of_their_own(use_database, validated):
+    use_database("default")
+    for item in validated(DraftSerializer, {"title": "new", "revision": 9}):
+        assert Draft.objects.create(**item).revision == 1
+    for sent in (9, None, "x"):
+        assert validated(declaring(fields=["title"]), {"title": "new", "revision": sent}) == [{"title": "new"}]
+
+
+def test_default_of_a_version_field_is_not_a_version_that_was_sent(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    for field in (serializers.IntegerField(default=7), serializers.HiddenField(default=7)):
+        sent = declaring(field)(draft, data={"title": "second"})
+        sent.is_valid(raise_exception=True)
+        assert sent.validated_data == {"title": "second"}
+
+
 def test_version_of_an_object_in_a_list_is_compared_where_the_list_knows_the_object(use_database):
     use_database("default")
     draft = Draft.objects.create(title="first")
@@ -367,6 +511,26 @@ def test_version_of_an_object_in_a_list_is_compared_where_the_list_knows_the_obj
     sent.child.instance = draft
     with pytest.raises(StaleObject):
         sent.is_valid()
+
+
+@pytest.mark.parametrize("validated", [in_list, nested, None])
+def test_version_that_may_be_null_counts_as_not_sent_if_it_is(use_database, validated):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+
+    def check(kind):
+        data = {"title": "second", "revision": None}
+        if validated:
+            return validated(kind, data)
+        sent = kind(draft, data=data)
+        sent.is_valid(raise_exception=True)
+        return [sent.validated_data]
+
+    optional = declaring(serializers.IntegerField(required=False, allow_null=True))
+    assert check(optional) == [{"title": "second"}]
+    for kind in (declaring(serializers.IntegerField(allow_null=True)), declaring(serializers.IntegerField())):
+        with pytest.raises(serializers.ValidationError, match=r"required|null"):
+            check(kind)
 
 
 def test_model_without_a_version_fails_loudly(use_database):
@@ -419,6 +583,71 @@ def test_view_that_writes_another_object_than_was_checked_fails_loudly_and_write
         with pytest.raises(TypeError, match=r"Careless.*get_object\(\)"):
             view(request, pk=1)
     assert Draft.objects.get().title == "first"
+
+
+class InContext(Lenient):
+    """It reads the object once more, for its serializer."""
+
+    def get_serializer_context(self):
+        return {**super().get_serializer_context(), "before": self.get_object()}
+
+
+class InBetween(Lenient):
+    """It reads the object once more, for a log, and saves the one that the serializer has."""
+
+    def perform_update(self, serializer):
+        self.get_object()
+        serializer.save()
+
+
+class Locked(Lenient):
+    """It locks the row, and saves what it has then read."""
+
+    def perform_update(self, serializer):
+        serializer.instance = Draft.objects.get(pk=self.get_object().pk)
+        serializer.save()
+
+
+class WithoutSerializer(Lenient):
+    """It answers with data of its own."""
+
+    def update(self, request, **kwargs):
+        draft = self.get_object()
+        self.get_object()
+        draft.title = request.data["title"]
+        draft.save()
+        return Response({"title": draft.title})
+
+
+@pytest.mark.parametrize("kind", [InContext, InBetween, Locked, WithoutSerializer])
+def test_object_that_is_read_twice_may_be_written_and_its_tag_is_that_of_the_next_read(use_database, kind):
+    use_database("default")
+    draft, view = Draft.objects.create(title="first"), kind.as_view(if_match_required=["PUT"])
+    tag = view(APIRequestFactory().get("/"), pk=draft.pk)["ETag"]
+    for title in ("second", "third"):
+        changed = send(view, "put", draft, {"title": title}, if_match=tag)
+        assert changed.data["title"] == title
+        assert changed["ETag"] == view(APIRequestFactory().get("/"), pk=draft.pk)["ETag"] != tag
+        tag = changed["ETag"]
+    with pytest.raises(PreconditionFailed):
+        send(view, "put", draft, {"title": "mine"}, if_match='"old"')
+
+
+@pytest.mark.parametrize("has_serializer", [True, False])
+@pytest.mark.parametrize("known", [1, 2])
+def test_tag_of_an_object_that_changes_while_it_is_shown_is_that_of_what_is_shown(use_database, has_serializer, known):
+    class Changing(Lenient):
+        def retrieve(self, request, **kwargs):
+            draft = self.get_object()
+            Draft.objects.update(title="second")
+            self.get_object()
+            return Response(self.get_serializer(draft).data if has_serializer else {"title": draft.title})
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    seen = etag_of(Draft(pk=draft.pk, revision=known), variant="json")
+    shown = Changing.as_view()(APIRequestFactory().get("/", headers={"If-None-Match": seen}), pk=draft.pk)
+    assert (shown.status_code, shown["ETag"]) == (304 if known == 1 else 200, etag_of(draft, variant="json"))
 
 
 class OwnGetObject:

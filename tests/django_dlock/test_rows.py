@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import django
@@ -14,15 +16,16 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.core.files.base import ContentFile
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
-from django.db.models import Window
+from django.db.models import Count, Value, Window
 from django.db.models.functions import RowNumber
 from django.db.models.sql import Query
 from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import NotSupported, RowLocked
+from django_dlock.querysets import RowLockQuerySet
 from django_dlock.row_sql import _waiting_on_mysql, waiting
-from django_dlock.rows import _copied
+from django_dlock.rows import _copied, _is_changed
 from dlock_core import errors as core
 from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.parties import until_blocked
@@ -569,6 +572,22 @@ def test_rows_in_an_order_over_another_table_are_locked_alone(database):
 
 
 @on_postgresql
+@pytest.mark.parametrize("many", [lambda rows: rows.annotate(n=Count("delivery")), lambda rows: rows.distinct()])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_groups_that_the_database_cannot_lock_are_refused_before_any_io(database, stock, sql, many, shared):
+    rows = many(stocks(database))
+    with atomic(database):
+        before = len(sql())
+        for lock in (rows.lock_rows, partial(rows.lock_row, stock.pk)):
+            with pytest.raises(NotSupported, match=r"Stock\.lock_row\(\) of an instance"):
+                lock(shared=shared)
+        with pytest.raises(NotSupported, match=r"Stock\.lock_row\(\) of an instance"):
+            list(rows.select_for_share())
+        assert len(sql()) == before
+        stock.lock_row(shared=shared)
+
+
+@on_postgresql
 @pytest.mark.parametrize("shared", [False, True])
 def test_joined_rows_are_not_locked(database, shared):
     counter = Counter.objects.using(database).create(name="a")
@@ -587,6 +606,36 @@ def test_both_tables_of_an_inherited_model_are_locked(database, shared):
         ColdStock.objects.using(database).lock_row(stock.pk, shared=shared)
         assert not is_free(database, stock.pk)
         assert not is_free(database, stock.pk, table="testapp_coldstock", key="stock_ptr_id")
+
+
+KINDS = {
+    "values": (lambda rows: rows.values("pieces"), {"pieces": 5}),
+    "tuples": (lambda rows: rows.values_list("pieces", "degrees_below"), (5, 0)),
+    "flat": (lambda rows: rows.values_list("pieces", flat=True), 5),
+    "named": (lambda rows: rows.values_list("pieces", named=True), (5,)),
+}
+LOCKED = [
+    lambda rows: list(rows.select_for_share()),
+    lambda rows: list(rows.select_for_share().select_for_update()),
+    lambda rows: list(rows.select_for_share().all()),
+    lambda rows: rows.lock_rows(),
+    lambda rows: rows.lock_rows(shared=True),
+    lambda rows: rows.lock_rows(wait=1),
+]
+
+
+@with_row_locks
+@pytest.mark.parametrize("lock", LOCKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_locked_rows_are_of_the_kind_that_the_queryset_gives(database, stock, kind, lock):
+    values, expected = KINDS[kind]
+    rows = values(stocks(database).annotate(degrees_below=Value(0)))
+    with atomic(database):
+        found = lock(rows)
+        assert found == [expected]
+        assert type(found[0]).__name__ == ("Row" if kind == "named" else type(expected).__name__)
+        assert rows.lock_row(stock.pk, wait=1) == expected
+        assert list(stocks(database).select_for_share().values_list("pieces", flat=True).select_for_update()) == [5]
 
 
 @with_row_locks
@@ -671,6 +720,18 @@ def test_combination_of_one_queryset_keeps_its_lock(stock, database):
         assert list(rows.none().union(rows.select_for_share())) == [stock]
         assert not is_free(database, stock.pk)
     assert not list(rows.select_for_update().intersection(rows.none()))
+
+
+@with_row_locks
+@pytest.mark.parametrize("combine", [operator.or_, operator.xor, RowLockQuerySet.union, RowLockQuerySet.difference])
+def test_empty_queryset_that_is_added_takes_no_lock_away_and_adds_none(stock, database, combine):
+    rows = stocks(database)
+    with atomic(database):
+        assert list(combine(rows.all(), rows.none().select_for_update())) == [stock]
+        assert is_free(database, stock.pk)
+        assert list(combine(rows.select_for_share(), rows.none())) == [stock]
+        assert not is_free(database, stock.pk)
+        assert is_free(database, stock.pk, share(database))
 
 
 @pytest.mark.parametrize("combine", [operator.and_, operator.or_, operator.xor])
@@ -831,6 +892,80 @@ def test_version_that_counts_is_no_unsaved_change(database):
         account.lock_row()
         account.save_with_version()
     assert account.version == first + 2
+
+
+class Vector:
+    """A value like numpy's arrays: a comparison gives one truth value for each element, and none for the whole."""
+
+    def __init__(self, *elements):
+        self.elements = elements
+
+    def __len__(self):
+        return len(self.elements)
+
+    def __bool__(self):
+        if len(self) != 1:
+            raise ValueError("the truth value of an array is ambiguous")
+        return bool(self.elements[0])
+
+    def __eq__(self, other):
+        return Vector(*map(operator.eq, self.elements, other.elements))
+
+    def __ne__(self, other):
+        return Vector(*map(operator.ne, self.elements, other.elements))
+
+    __hash__ = None
+
+
+class Unequal:
+    """A value that equals nothing, and cannot be pickled."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return False
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("cannot pickle")
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), Decimal("NaN"), Vector(1.5, 2.5), Vector(float("nan")), Vector(), {"a": [None]}]
+)
+def test_value_that_is_the_same_as_before_is_no_unsaved_change_however_it_compares(value):
+    assert not _is_changed(value, value)
+    assert not _is_changed(value, _copied(value))
+    assert not _is_changed(value, pickle.loads(pickle.dumps(value)))
+
+
+def test_value_that_nothing_tells_about_is_unchanged_if_it_is_the_same_object():
+    value = Unequal()
+    assert not _is_changed(value, _copied(value))
+    assert _is_changed(value, Unequal())
+
+
+@pytest.mark.parametrize(
+    ("value", "saved"),
+    [
+        (float("nan"), 1.0),
+        (Vector(1.5, 2.5), Vector(1.5, 3.5)),
+        (Vector(1.5), Vector(2.5)),
+        (Vector(), Vector(1.5)),
+        (Vector(1.5, 1.5), Vector(1.5)),
+        (Vector(1.5), None),
+    ],
+)
+def test_value_that_differs_is_an_unsaved_change_however_it_compares(value, saved):
+    assert _is_changed(value, saved)
+
+
+@on_postgresql
+def test_row_with_a_number_that_equals_nothing_can_be_locked(database):
+    scan = Scan.objects.using(database).create()
+    vars(scan)["pages"] = vars(scan)["_dlock_saved"]["pages"] = float("nan")
+    with atomic(database):
+        scan.lock_row()
+    assert scan.pages == 0
 
 
 def test_value_that_was_changed_in_place_is_an_unsaved_change(database):

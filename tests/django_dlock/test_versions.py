@@ -17,6 +17,7 @@ from django.db.models import F
 from django.db.models.signals import post_save
 from django.db.transaction import atomic
 from django.test.utils import CaptureQueriesContext, isolate_apps
+from django.utils.functional import SimpleLazyObject
 
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.querysets import LockManager
@@ -500,6 +501,13 @@ def test_bulk_update_with_one_stale_object_writes_none(database, batch_size):
     assert (caught.value.instance, caught.value.expected, caught.value.found) == (articles[2], 1, 2)
     assert [version(each) for each in articles] == [1, 1, 2]
     assert [each.version for each in articles] == [1, 1, 1]
+
+
+def test_bulk_update_of_a_lazy_object_writes_the_one_inside(article, database):
+    lazy = SimpleLazyObject(lambda: article)
+    lazy.title = "new"
+    assert Article.objects.using(database).bulk_update([lazy, article], ["title"]) == 1
+    assert (article.title, article.version) == ("new", read(article).version)
 
 
 def test_bulk_update_of_a_deleted_row_is_refused(article, database):

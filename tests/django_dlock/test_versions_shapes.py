@@ -10,16 +10,18 @@ from typing import Any
 
 import django
 import pytest
+from django.contrib.postgres.fields import ArrayField
 from django.db import IntegrityError, NotSupportedError, OperationalError, connections, models
 from django.db.models.signals import pre_delete
 from django.db.transaction import atomic, set_rollback
 from django.test import override_settings
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_dlock.comparisons import lock_versions
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.preconditions import etag_of
-from tests.django_dlock.parties import Party, until_blocked
+from django_dlock.versions import VersionedMixin
+from tests.django_dlock.parties import Party, unlocked, until_blocked
 from tests.django_dlock.sessions import rows as fetched
 from tests.django_dlock.sessions import second_session
 from tests.mysql_server import MYSQLD
@@ -411,6 +413,24 @@ def test_bulk_update_takes_its_rows_in_the_order_of_their_keys(database, shapes,
     assert " JOIN " not in first
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("write", ["save", "bulk_update", "bulk_update over a join"])
+def test_conflict_locks_no_rows_of_other_tables(database, monkeypatch, party, write):
+    monkeypatch.setattr(Article._meta, "ordering", ["counter__name"])
+    counter = Counter.objects.using(database).create(name="c")
+    article = Article.objects.using(database).create(counter=counter)
+    rows = Article.objects.using(database)
+    rows.filter(pk=article.pk).update(title="theirs")
+    with atomic(database):
+        with pytest.raises(StaleObject) as caught:
+            if write == "save":
+                article.save_with_version()
+            else:
+                rows.filter(**{"counter__name": "c"} if "join" in write else {}).bulk_update([article], ["title"])
+        assert caught.value.found == article.version + 1
+        assert party().now(unlocked, Counter, database) == {counter.pk}
+
+
 @pytest.mark.parametrize("shape", ["multi-table", "version in the child", "manager that joins", "related"])
 def test_bulk_update_checks_and_counts_in_every_shape(database, shapes, shape):
     rows, objs = shapes(shape)
@@ -654,6 +674,47 @@ def test_rows_are_locked_by_keys_whose_columns_are_defined_by_more_than_a_type(
         monkeypatch.setattr(model._meta.pk, name, lambda _: definition)
     with atomic(database):
         assert len(lock_versions([row.pk for row in rows], model._dlock_version, database)) == 2
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(
+    ("field", "keys"),
+    [(lambda **how: ArrayField(models.IntegerField(), **how), ([1, 2], [3])), (models.JSONField, ({"a": [1]}, [2]))],
+    ids=["arrays", "JSON"],
+)
+@isolate_apps("tests.testapp")
+def test_rows_whose_keys_are_not_hashable_are_compared_like_others(database, field, keys):
+    class Odd(VersionedMixin):
+        key = field(primary_key=True)
+        title = models.CharField(max_length=9)
+        counter = models.ForeignKey(Counter, models.CASCADE, related_name="+")
+
+        class Meta:
+            app_label = "testapp"
+
+    with connections[database].schema_editor() as editor:
+        editor.create_model(Odd)
+    try:
+        counter = Counter.objects.using(database).create(name="c")
+        odd, other = (Odd.objects.using(database).create(key=key, counter=counter) for key in keys)
+        joined = Odd.objects.using(database).filter(counter__name="c")
+        assert joined.filter(version=odd.version, key=keys[0]).update(title="new") == 1
+        assert joined.filter(version=odd.version, key=keys[0]).update(title="mine") == 0
+        for rows in (joined, Odd.objects.using(database)):
+            with pytest.raises(StaleObject) as caught:
+                rows.bulk_update([other, odd], ["title"])
+            assert (caught.value.instance, caught.value.found) == (odd, odd.version + 1)
+        with pytest.raises(StaleObject):
+            odd.save()
+        odd.refresh_from_db()
+        odd.title = "newest"
+        assert joined.bulk_update([other, odd], ["title"]) == 2
+        assert read(odd).title == "newest"
+        with atomic(database):
+            assert lock_versions(keys, Odd._dlock_version, database)
+    finally:
+        with connections[database].schema_editor() as editor:
+            editor.delete_model(Odd)
 
 
 class MovesOn:

@@ -135,6 +135,7 @@ PARTS: Final = {
             "django_dlock/version_field.py",
             "django_dlock/versions.py",
             "django_dlock/comparisons.py",
+            "django_dlock/lazy.py",
             "django_dlock/refresh.py",
             "django_dlock/historical.py",
             "sqla_dlock/statements.py",
