@@ -43,7 +43,13 @@ from sqla_dlock.statements import (
     written_mapper,
     written_tables,
 )
-from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
+from sqla_dlock.versions.aggregates import (
+    is_of_flush,
+    may_be_counted,
+    refuse_child_writes,
+    refuse_join,
+    versioned_class,
+)
 from sqla_dlock.versions.by_key import update_by_key
 from sqla_dlock.versions.in_memory import keeping_versions
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
@@ -65,7 +71,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
         return lock_matches(execution)
     if execution.is_select:
         return None
-    mapper = _versioned_mapper(execution.statement)
+    mapper = _versioned_mapper(execution.statement, is_by_key=_is_by_key(execution))
     if not (execution.is_update or execution.is_insert or execution.is_delete):
         return None
     # Of the statement: an UPDATE by primary key does not receive the options of its execution.
@@ -81,8 +87,7 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
         if not isinstance(execution.parameters, list):  # SQLAlchemy itself refuses a list.
             synchronize(execution, mapper)
     elif isinstance(execution.parameters, list):
-        is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
-        if is_on_class(statement) and not is_by_condition:
+        if _is_by_key(execution):
             return update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
         return _count(execution, mapper)
@@ -92,6 +97,12 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
         synchronize(execution, mapper)
         return _count(execution, mapper)
     return None
+
+
+def _is_by_key(execution: ORMExecuteState) -> bool:
+    """Return whether each set of parameters of an UPDATE has the key of its row, as SQLAlchemy decides it."""
+    is_list = execution.is_update and isinstance(execution.parameters, list) and not execution.is_from_statement
+    return is_list and is_on_class(execution.statement) and option(execution, "dml_strategy", "auto") != "core_only"
 
 
 def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
@@ -142,14 +153,16 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
         _refuse_version_parameter(rows, mapper)
 
 
-def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
+def _versioned_mapper(statement: Any, *, is_by_key: bool = False) -> Mapper[Any] | None:
     """Return the versioned class that a statement writes, if any; refuse what no count could make sound.
 
     A statement that writes no table with versions to count is not looked through, which takes longer than the rest.
     """
-    if not may_be_counted(written_tables(statement)):
+    tables = written_tables(statement)
+    if not may_be_counted(tables):
         return None
     mapper = written_mapper(statement)
+    refuse_join(statement, mapper, tables, is_by_key=is_by_key)
     refuse_child_writes(statement, mapper)
     mapper = mapper or _overwritten_class(statement)
     _refuse_alias_and_other_classes(statement, mapper)

@@ -34,6 +34,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
@@ -46,6 +47,7 @@ from sqlalchemy.orm import (
     aliased,
     column_property,
     declarative_base,
+    join,
     mapped_column,
     registry,
     relationship,
@@ -67,6 +69,7 @@ from sqla_dlock.versions import (
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
+    Account,
     Basket,
     Code,
     Letter,
@@ -1272,6 +1275,76 @@ def test_update_that_sets_columns_of_another_versioned_class_is_refused(session,
 @pytest.mark.parametrize("written", [Person, Order.__table__.join(Person.__table__, Order.id == Person.id)])
 def test_update_of_a_join_that_sets_columns_of_a_table_whose_class_it_names_is_refused(session, orders, on, written):
     write = update(written).where(Person.id == Order.id).values({Order.__table__.c.title: "new"})
+    with pytest.raises(NotSupported, match="would not count the versions of Order"):
+        (session if on == "session" else session.connection()).execute(write)
+
+
+ORDER, PERSON, CODE = Order.__table__, Person.__table__, Code.__table__
+JOINED: Final = {
+    "attributes": lambda: update(join(Order, Person, Order.id == Person.id)).values({Order.title: "new"}),
+    "texts": lambda: update(join(Person, Order, Order.id == Person.id)).values(title="new"),
+    "condition": lambda: update(join(Order, Person, Order.id == Person.id)).where(Order.id > 0).values(title="new"),
+    "tables": lambda: update(ORDER.join(PERSON, ORDER.c.id == PERSON.c.id)).where(Order.id > 0).values(title="new"),
+    "columns only": lambda: update(ORDER.join(PERSON, ORDER.c.id == PERSON.c.id)).values(title="new"),
+    "alias": lambda: update((a := ORDER.alias()).join(PERSON, a.c.id == PERSON.c.id)).values(title="new"),
+    "three": lambda: update(PERSON.join(ORDER.join(CODE, true()), true())).values(reads=5),
+    "child": lambda: update(PERSON.join(LineNote.__table__, true())).values(text="new"),
+}
+
+
+@pytest.mark.parametrize("make", JOINED.values(), ids=JOINED)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_of_a_join_in_which_a_table_has_versions_is_refused_whatever_names_its_columns(
+    session, orders, on, make
+):
+    where = session if on == "session" else session.connection()
+    with pytest.raises(NotSupported, match=r"of a join would not count the versions of \w+: write one table"):
+        where.execute(make())
+    with pytest.raises(NotSupported, match=r"of a join would not count the versions"):
+        where.execute(update(ORDER.join(PERSON, true())), {"title": "new"})
+
+
+ON_A_JOIN: Final = {
+    "values": lambda where: where.execute(update(Account).values(note="theirs")),
+    "attribute": lambda where: where.execute(update(Account).values({Account.note: "theirs"})),
+    "parameters": lambda where: where.execute(update(Account).where(Account.id == 1), {"note": "theirs"}),
+    "tuple": lambda where: where.execute(update(Account).where(Account.id == 1), ({"note": "theirs"},)),
+    "many": lambda where: where.execute(
+        update(Account).where(Account.id == bindparam("key")),
+        [{"key": 1, "note": "theirs"}],
+        execution_options={"dml_strategy": "core_only"},
+    ),
+    "delete": lambda where: where.execute(delete(Account)),
+}
+
+
+@pytest.mark.parametrize("write", ON_A_JOIN.values(), ids=ON_A_JOIN)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_statement_of_a_class_on_a_join_is_refused_whatever_names_its_columns(session, on, write):
+    (account,) = made(session, Account(id=1))
+    with pytest.raises(NotSupported, match="cannot write the join that Account is mapped to"):
+        write(session if on == "session" else session.connection())
+    session.delete(account)
+    session.commit()
+
+
+@pytest.mark.parametrize("values", [{"note": "new"}, {"motto": "new"}], ids=["own", "other"])
+def test_update_by_primary_key_of_a_class_on_a_join_checks_and_counts(session, values):
+    (account,) = made(session, Account(id=1))
+    session.execute(update(Account), [{"id": 1, "version": 1, **values}])
+    assert (account.version, *rows(session, Account.version)) == (2, (2,))
+    with pytest.raises(StaleObject):
+        session.execute(update(Account), [{"id": 1, "version": 1, **values}])
+    with pytest.raises(ValueError, match="checks versions"):
+        session.execute(update(Account), [{"id": 1, **values}])
+    session.delete(account)
+    session.commit()
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_that_sets_columns_of_an_alias_of_the_table_of_another_versioned_class_is_refused(session, orders, on):
+    alias = ORDER.alias()
+    write = update(Person).where(Person.id == alias.c.id, alias.c.id == Order.id).values({alias.c.title: "new"})
     with pytest.raises(NotSupported, match="would not count the versions of Order"):
         (session if on == "session" else session.connection()).execute(write)
 

@@ -3,8 +3,15 @@
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from sqlalchemy import JSON, ForeignKey, String, Uuid, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
+from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Integer, String, Table, Uuid, text
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedAsDataclass,
+    column_property,
+    mapped_column,
+    relationship,
+)
 
 from sqla_dlock.versions import VersionedMixin
 from tests.sqla_dlock.models import Base
@@ -80,6 +87,29 @@ class Member(VersionedMixin, Person):
 
     id: Mapped[int] = mapped_column(ForeignKey("person.id"), primary_key=True)
     grade: Mapped[int] = mapped_column(default=0)
+
+
+_account = Table(
+    "account_of_join",
+    Base.metadata,
+    Column("id", Integer, primary_key=True),
+    Column("note", String(80), default=""),
+    Column("version", BigInteger, nullable=False),
+)
+_profile = Table(
+    "profile_of_join",
+    Base.metadata,
+    Column("account_id", ForeignKey(_account.c.id), primary_key=True),
+    Column("motto", String(80), default=""),
+)
+
+
+class Account(VersionedMixin, Base):
+    """It is mapped to a join."""
+
+    __table__ = _account.join(_profile)
+    id = column_property(_account.c.id, _profile.c.account_id)
+    __mapper_args__: ClassVar[Any] = {"version_id_col": _account.c.version}
 
 
 class Revised(Base):
