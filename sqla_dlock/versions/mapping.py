@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from sqlalchemy.sql.compiler import SQLCompiler
 
-__all__ = ["VersionedMixin", "counts_by_one", "is_number", "key_columns", "version_column", "version_key"]
+__all__ = [
+    "VersionedMixin",
+    "counts_by_one",
+    "is_key_of_table",
+    "is_number",
+    "key_columns",
+    "version_column",
+    "version_key",
+]
 
 _BITS: Final = {BigInteger: 63, SmallInteger: 15}
 """The bits of the largest number of a column type; other types have 31."""
@@ -85,16 +93,35 @@ def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
     Raises ArgumentError for a class on a join, of which several instances may share the row that has the version.
     """
     table = version_column(mapper).table
-    found: list[Any] = []
-    for column in mapper.primary_key:
-        equal = _joined_with(mapper, column)
-        found += [column] if column.table is table else [each for each in table.c if each in equal][:1]
+    found = _key_in(mapper, table)
     if len(found) != len(mapper.primary_key):
         raise ArgumentError(
             f"a row of {table.name}, which has the version, is not one instance of {mapper.class_.__name__}, whose key "
             "has columns of other tables: map each table by a class of its own, with a relationship between them"
         )
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def is_key_of_table(mapper: Mapper[Any]) -> bool:
+    """Return whether SQLAlchemy finds the key of a class among what RETURNING gives, the PRIMARY KEY of its table.
+
+    Of a subclass with a table of its own it takes that for the key as it is, whose columns may be in another order.
+    """
+    table = mapper.local_table
+    returned = [id(column) for column in table.primary_key]
+    if table is mapper.base_mapper.local_table:
+        return {id(column) for column in mapper.primary_key}.issubset(returned)
+    return [id(column) for column in _key_in(mapper, table)] == returned
+
+
+def _key_in(mapper: Mapper[Any], table: Any) -> list[Any]:
+    """Return, for each column of the primary key, the one that equals it in a table, if there is one."""
+    found: list[Any] = []
+    for column in mapper.primary_key:
+        equal = _joined_with(mapper, column)
+        found += [column] if column.table is table else [each for each in table.c if each in equal][:1]
+    return found
 
 
 def _joined_with(mapper: Mapper[Any], column: Any) -> set[Any]:
