@@ -53,7 +53,7 @@ from sqla_dlock.versions.aggregates import (
 from sqla_dlock.versions.by_key import update_by_key
 from sqla_dlock.versions.in_memory import keeping_versions
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
-from sqla_dlock.versions.matches import MATCHES, execute, lock_matches, option, synchronize
+from sqla_dlock.versions.matches import MATCHES, autoflush, execute, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def _is_by_key(execution: ORMExecuteState) -> bool:
 def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     """Execute an UPDATE that also increments the version."""
     execution.statement = _with_count(execution.statement, mapper)
-    if option(execution, "autoflush", True):
-        execution.session._autoflush()  # noqa: SLF001 - as SQLAlchemy does next: a flush is what sets the versions
+    autoflush(execution)
     with keeping_versions(execution.session, mapper):
         return execute(execution)
 

@@ -12,7 +12,7 @@ from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.in_memory import keeping_versions, no_number, note_overtaken, note_written
 from sqla_dlock.versions.mapping import counts_by_one, is_number, version_column, version_key
-from sqla_dlock.versions.matches import execute, option
+from sqla_dlock.versions.matches import autoflush, execute, option
 
 if TYPE_CHECKING:
     from sqlalchemy import Result
@@ -38,6 +38,7 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
         for *_, version in expected:
             if not isinstance(version, Number):
                 raise no_number(mapper.class_, version)
+    autoflush(execution)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
     options = execution.statement.get_execution_options()
     require_versions(session, connection, mapper, expected, "save", options=options)

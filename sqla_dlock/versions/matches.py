@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Result
     from sqlalchemy.orm import Mapper, ORMExecuteState, Session
 
-__all__ = ["MATCHES", "execute", "lock_matches", "option", "synchronize"]
+__all__ = ["MATCHES", "autoflush", "execute", "lock_matches", "option", "synchronize"]
 
 MATCHES: Final = "dlock_matches"
 """The execution option, a `Write`, of an UPDATE or DELETE and of the SELECT by which SQLAlchemy finds its rows."""
@@ -149,6 +149,12 @@ def execute(execution: ORMExecuteState) -> Result[Any]:
         bind_arguments=dict(execution.bind_arguments),
         _parent_execute_state=execution,
     )
+
+
+def autoflush(execution: ORMExecuteState) -> None:
+    """Flush before a statement, as SQLAlchemy does next: a flush is what sets the versions, and checks them."""
+    if option(execution, "autoflush", True):
+        execution.session._autoflush()  # noqa: SLF001 - there is no public way
 
 
 def option(execution: ORMExecuteState, name: str, default: Any) -> Any:

@@ -1432,6 +1432,19 @@ def test_update_by_primary_key_checks_and_counts(session, orders):
         session.execute(update(Order), [{"id": each.id, "reads": 6, "version": 1} for each in orders])
 
 
+def test_update_by_primary_key_flushes_first_what_was_changed_in_memory(session, orders):
+    write = update(Order), [{"id": orders[0].id, "version": 1, "reads": 5}]
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject) as caught:
+        session.execute(*write)
+    assert (caught.value.instance, caught.value.found) == (orders[0], 2)
+    session.rollback()
+    orders[0].title = "mine"
+    session.execute(*write, execution_options={"autoflush": False})
+    session.commit()
+    assert ("mine", 5, 3) in rows(session, Order.title, Order.reads, Order.version)
+
+
 def test_conflict_of_a_row_that_is_not_loaded_names_its_class(session, orders):
     key = orders[0].id
     session.expunge_all()
