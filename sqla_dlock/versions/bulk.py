@@ -90,6 +90,7 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
         if _is_by_key(execution):
             return update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
+        synchronize(execution, mapper)
         return _count(execution, mapper)
     else:
         given = execution.parameters or {}
@@ -101,8 +102,9 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
 
 def _is_by_key(execution: ORMExecuteState) -> bool:
     """Return whether each set of parameters of an UPDATE has the key of its row, as SQLAlchemy decides it."""
-    is_list = execution.is_update and isinstance(execution.parameters, list) and not execution.is_from_statement
-    return is_list and is_on_class(execution.statement) and option(execution, "dml_strategy", "auto") != "core_only"
+    is_list = isinstance(execution.parameters, list) and execution.is_update and not execution.is_from_statement
+    is_bulk = is_list and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}
+    return is_bulk and is_on_class(execution.statement)
 
 
 def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
@@ -336,7 +338,7 @@ def _refuse_assigned_versions(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
     if _names_version(rows, mapper):
         raise ValueError(
             f"{version_key(mapper)!r} would be written as it is given: leave it out, and the version counts up "
-            'unchecked; or leave dml_strategy="core_only" out, and it is checked'
+            "unchecked; or leave dml_strategy out, and it is checked"
         )
 
 

@@ -57,8 +57,10 @@ def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
-        # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
-        is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
+        # SQLAlchemy executes many sets of parameters, too, but it evaluates only the first of them in memory.
+        is_needed = is_needed and not (
+            isinstance(execution.parameters, list | tuple) or _may_write_fewer(execution.statement)
+        )
         write = Write(session, execution.is_delete, option(execution, "is_delete_using", False))
         execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: write})
 

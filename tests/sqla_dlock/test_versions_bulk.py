@@ -813,9 +813,10 @@ def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
     assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 2)}
 
 
-def test_update_by_condition_takes_a_tuple_of_parameters_too(session, orders):
+@pytest.mark.parametrize(("many", "options"), [(tuple, {}), (list, {"dml_strategy": "orm"})], ids=["tuple", "orm"])
+def test_update_by_condition_takes_many_parameters_too(session, orders, many, options):
     statement = update(Order).where(Order.title == bindparam("of")).values(reads=bindparam("new"))
-    session.execute(statement, ({"of": "a", "new": 5}, {"of": "b", "new": 6}))
+    session.execute(statement, many([{"of": "a", "new": 5}, {"of": "b", "new": 6}]), execution_options=options)
     found = rows(session, Order.title, Order.reads, Order.version)
     assert found[:3] == [("a", 5, 2), ("b", 6, 2), ("c", 0, 1)]
     session.commit()
@@ -1443,6 +1444,12 @@ def test_update_by_primary_key_flushes_first_what_was_changed_in_memory(session,
     session.execute(*write, execution_options={"autoflush": False})
     session.commit()
     assert ("mine", 5, 3) in rows(session, Order.title, Order.reads, Order.version)
+
+
+def test_list_of_parameters_by_condition_writes_no_version(session, orders):
+    statement = update(Order).where(Order.id == bindparam("key")).values(reads=5)
+    with pytest.raises(ValueError, match="leave dml_strategy out, and it is checked"):
+        session.execute(statement, [{"key": 1, "version": 1}], execution_options={"dml_strategy": "orm"})
 
 
 def test_conflict_of_a_row_that_is_not_loaded_names_its_class(session, orders):
