@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import getattr_static
+from numbers import Integral, Number
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from warnings import catch_warnings, simplefilter
@@ -31,6 +32,7 @@ __all__ = [
     "is_key_of_table",
     "is_number",
     "key_columns",
+    "require_kind",
     "version_column",
     "version_key",
 ]
@@ -141,7 +143,39 @@ def is_number(version: Any) -> bool:
 
 def counts_by_one(mapper: Mapper[Any]) -> bool:
     """Return whether the mixin counts the version, and no generator of the program's own makes it."""
-    return mapper.version_id_generator.__module__ == __name__
+    return getattr(mapper.version_id_generator, "__module__", None) == __name__
+
+
+def require_kind(mapper: Mapper[Any], expected: Any, known: Any = None) -> None:
+    """Raise TypeError if an expected version has plainly another type than the versions of a class have. No I/O.
+
+    `known`: a version of the class, which tells what the column does not.
+    """
+    kind = _kind(mapper)
+    if kind is object and isinstance(known, int):
+        kind = Number
+    if isinstance(expected, kind):
+        return
+    name, given = mapper.class_.__name__, f"{expected!r:.80}"
+    if issubclass(kind, Number):
+        raise TypeError(f"the expected version is a number, as versions of {name} are, not {given}")
+    raise TypeError(
+        f"the expected version is of the type {kind.__name__}, as versions of {name} are, and not of the type "
+        f"{type(expected).__name__}: {given}"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kind(mapper: Mapper[Any]) -> type:
+    """Return the type that versions of a class have in Python; object if only the program knows, by a TypeDecorator."""
+    version = version_column(mapper)
+    try:
+        kind: type = version.type.python_type
+    except NotImplementedError:  # before SQLAlchemy 2.1
+        kind = object
+    if kind is object and is_number(version) and counts_by_one(mapper):
+        return Number
+    return Integral if kind is int else Number if issubclass(kind, Number) else kind
 
 
 def _is_root_of_hierarchy(cls: type) -> bool:
