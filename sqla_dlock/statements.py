@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import CTE, ColumnElement, Delete, Insert, SelectBase, Update
+from sqlalchemy import CTE, ColumnElement, Delete, Insert, Join, SelectBase, Update
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import coercions, roles, visitors
 
@@ -117,11 +117,13 @@ def written_mapper(statement: Any) -> Mapper[Any] | None:
     statement = plain(statement)
     if not isinstance(statement, Update | Insert | Delete):
         return None
+    if (entity := statement.table._annotations.get("parententity")) is not None:  # noqa: SLF001 - nothing public
+        return entity.mapper  # type: ignore[no-any-return]
     table, subject = without_alias(statement.table), statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001
     # SQLAlchemy takes the first class that it comes across for the subject, which may be one that is only read.
     if subject is not None and table in subject.mapper.tables:
         return subject.mapper  # type: ignore[no-any-return]
-    return None if is_on_class(statement) else next((each for each in _named(statement) if table in each.tables), None)
+    return next((each for each in _named(statement) if table in each.tables), None)
 
 
 def _named(statement: Any) -> Iterator[Mapper[Any]]:
@@ -137,12 +139,28 @@ def is_on_class(statement: Any) -> bool:
 
 
 def written_tables(statement: Any) -> set[Any]:
-    """Return the table that an UPDATE, INSERT or DELETE writes, and those of the columns that an UPDATE sets."""
+    """Return the tables that an UPDATE, INSERT or DELETE writes, without aliases.
+
+    They are its target, or all tables of a join, and those of the columns that an UPDATE sets.
+    """
     statement = plain(statement)
     if not isinstance(statement, Update | Insert | Delete):
         return set()
-    columns = set_values(statement) if isinstance(statement, Update) else ()
-    return {without_alias(each) for each in (statement.table, *(getattr(column, "table", None) for column in columns))}
+    target = without_alias(statement.table)
+    tables = set(_tables_of(target)) if isinstance(target, Join) else {target}
+    if isinstance(statement, Update):
+        for column in set_values(statement):
+            if (table := getattr(column, "table", None)) is not None:
+                tables.add(without_alias(table))
+    return tables
+
+
+def _tables_of(joined: Any) -> Iterator[Any]:
+    table = without_alias(joined)
+    if isinstance(table, Join):
+        yield from chain(_tables_of(table.left), _tables_of(table.right))
+    else:
+        yield table
 
 
 def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
@@ -153,9 +171,9 @@ def other_mappers(statement: Any) -> Iterator[Mapper[Any]]:
     own = written_mapper(statement) if others else None
     for column in others:
         if own is None or column.table not in own.tables:
-            named = column._annotations.get("parentmapper")  # noqa: SLF001
+            named, table = column._annotations.get("parentmapper"), without_alias(column.table)  # noqa: SLF001
             # Of a column of the table only, the class is one of which the statement names an attribute elsewhere.
-            yield from [named] if named is not None else (e for e in _named(statement) if column.table in e.tables)
+            yield from [named] if named is not None else (each for each in _named(statement) if table in each.tables)
 
 
 def places(clause: Any, column: Any) -> Iterator[tuple[Any, bool]]:
@@ -190,5 +208,7 @@ def _overlooked(part: Any) -> Iterator[Any]:
 
 
 def without_alias(table: Any) -> Any:
-    """Return the table that an alias of it stands for, as given otherwise."""
-    return getattr(table, "element", table)
+    """Return the table that an alias of it, or an alias of its alias, stands for; as given otherwise."""
+    while (element := getattr(table, "element", None)) is not None:
+        table = element
+    return table

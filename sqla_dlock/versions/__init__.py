@@ -23,7 +23,7 @@ from sqla_dlock.versions.aggregates import has_root, roots_of_changes
 from sqla_dlock.versions.conflicts import StaleObject, find_version, require_versions, stale_instance
 from sqla_dlock.versions.flush import has_only_our_listeners
 from sqla_dlock.versions.in_memory import expected_version, require_expected
-from sqla_dlock.versions.mapping import VersionedMixin
+from sqla_dlock.versions.mapping import VersionedMixin, require_kind
 from sqla_dlock.versions.writes import (
     is_touchable,
     is_touched,
@@ -69,9 +69,10 @@ def save_with_version(session: Session | scoped_session[Any], instance: Any, *, 
         expected: A version that the caller knows, for example from an ETag. A version that was assigned to the
             instance is expected as well.
 
-    Raises StaleObject. Raises TypeError for a class without a version, an AsyncSession, or an expected version that is
-    text, or None as that of a payload without one. Raises ValueError for an instance that is not in this session, that
-    is marked as deleted, or whose version was deferred or read later than other columns.
+    Raises StaleObject. Raises TypeError for a class without a version, an AsyncSession, or an expected version of
+    another type than versions of the class have, such as text, or None as that of a payload without one. Raises
+    ValueError for an instance that is not in this session, that is marked as deleted, or whose version was deferred or
+    read later than other columns.
     """
     require_sent(expected)
     session = plain_session(session, "asave_with_version")
@@ -163,6 +164,8 @@ def _versioned_state(session: Session, instance: Any) -> InstanceState[Any]:
 
 
 def _check_expected(instance: Any, expected: Any, action: str) -> None:
+    if expected is not NOT_GIVEN:
+        require_kind(inspect(instance).mapper, expected)  # before an expired instance is read
     version = expected_version(instance, action)
     if expected is not NOT_GIVEN:
         require_expected(instance, expected, version, action)

@@ -12,19 +12,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Insert, event, inspect, select
+from sqlalchemy import Delete, Insert, Join, Update, event, inspect, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import Mapper, PassiveFlag, RelationshipDirection, Session
 from sqlalchemy.orm.attributes import get_history
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.statements import other_mappers, plain
+from sqla_dlock.statements import other_mappers, plain, without_alias
 from sqla_dlock.versions.mapping import VersionedMixin, version_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
 
-__all__ = ["has_root", "is_of_flush", "may_be_counted", "refuse_child_writes", "roots_of_changes", "versioned_class"]
+__all__ = [
+    "has_root",
+    "is_of_flush",
+    "may_be_counted",
+    "refuse_child_writes",
+    "refuse_join",
+    "roots_of_changes",
+    "versioned_class",
+]
 
 T = TypeVar("T")
 
@@ -130,6 +138,32 @@ def refuse_child_writes(statement: Any, own: Mapper[Any] | None) -> None:
                 f"instances and flush them; or touch() the roots, and send {verb}({child}.__table__) with "
                 "columns of the table only"
             )
+
+
+def refuse_join(statement: Any, own: Mapper[Any] | None, tables: Iterable[Any], *, is_by_key: bool) -> None:
+    """Refuse an UPDATE of a join, as MySQL can, whatever names its columns, if it may write a table with versions.
+
+    `tables`: all that it may write. An UPDATE by primary key of a class on a join is sent to each table by itself.
+    """
+    write = plain(statement)
+    if not isinstance(write, Update | Delete) or not isinstance(without_alias(write.table), Join):
+        return
+    _resolve_paths()
+    is_of_class = own is not None and own.local_table == write.table
+    counted = (versioned_class(each) or _child_class(each) for each in tables)
+    if not (is_of_class and is_by_key) and (found := next(filter(None, counted), None)):
+        name, verb = found.class_.__name__, write.__visit_name__
+        raise NotSupported(
+            f"{verb}({name}) cannot write the join that {name} is mapped to: change or delete instances and flush "
+            "them, or update rows by primary key, each with its version"
+            if is_of_class
+            else f"{verb}() of a join would not count the versions of {name}: write one table, with the others in "
+            "where(...)"
+        )
+
+
+def _child_class(table: Any) -> Mapper[Any] | None:
+    return next((each for each in _counted_tables.get(table, ()) if has_root(each)), None)
 
 
 def roots_of_changes(session: Session) -> list[Any]:

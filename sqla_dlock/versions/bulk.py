@@ -43,11 +43,17 @@ from sqla_dlock.statements import (
     written_mapper,
     written_tables,
 )
-from sqla_dlock.versions.aggregates import is_of_flush, may_be_counted, refuse_child_writes, versioned_class
+from sqla_dlock.versions.aggregates import (
+    is_of_flush,
+    may_be_counted,
+    refuse_child_writes,
+    refuse_join,
+    versioned_class,
+)
 from sqla_dlock.versions.by_key import update_by_key
 from sqla_dlock.versions.in_memory import keeping_versions
 from sqla_dlock.versions.mapping import VersionedMixin, is_number, version_column, version_key
-from sqla_dlock.versions.matches import MATCHES, execute, lock_matches, option, synchronize
+from sqla_dlock.versions.matches import MATCHES, autoflush, execute, lock_matches, option, synchronize
 from sqla_dlock.versions.writes import COUNTED
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
         return lock_matches(execution)
     if execution.is_select:
         return None
-    mapper = _versioned_mapper(execution.statement)
+    mapper = _versioned_mapper(execution.statement, is_by_key=_is_by_key(execution))
     if not (execution.is_update or execution.is_insert or execution.is_delete):
         return None
     # Of the statement: an UPDATE by primary key does not receive the options of its execution.
@@ -81,10 +87,10 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
         if not isinstance(execution.parameters, list):  # SQLAlchemy itself refuses a list.
             synchronize(execution, mapper)
     elif isinstance(execution.parameters, list):
-        is_by_condition = execution.is_from_statement or option(execution, "dml_strategy", "auto") == "core_only"
-        if is_on_class(statement) and not is_by_condition:
+        if _is_by_key(execution):
             return update_by_key(execution, execution.parameters, mapper)
         _refuse_assigned_versions(execution.parameters, mapper)
+        synchronize(execution, mapper)
         return _count(execution, mapper)
     else:
         given = execution.parameters or {}
@@ -94,13 +100,19 @@ def _count_or_refuse(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[
     return None
 
 
+def _is_by_key(execution: ORMExecuteState) -> bool:
+    """Return whether each set of parameters of an UPDATE has the key of its row, as SQLAlchemy decides it."""
+    is_list = isinstance(execution.parameters, list) and execution.is_update and not execution.is_from_statement
+    is_bulk = is_list and option(execution, "dml_strategy", "auto") in {"auto", "bulk"}
+    return is_bulk and is_on_class(execution.statement)
+
+
 def _count(execution: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     """Execute an UPDATE that also increments the version."""
     is_given = bool(_given(execution.statement, version_column(mapper)))
     execution.statement = _with_count(execution.statement, mapper)
     session = execution.session
-    if option(execution, "autoflush", True):
-        session._autoflush()  # noqa: SLF001 - as SQLAlchemy does next: a flush is what sets the versions
+    autoflush(execution)
     # The count that was added to a number is evaluated in memory: only where a version was assigned, it expires.
     is_evaluated = is_number(version_column(mapper)) and not is_given
     with keeping_versions(mapper, session.dirty if is_evaluated else session.identity_map.values()):
@@ -146,14 +158,16 @@ def _refuse_uncounted(statement: Any, where: str, rows: Sequence[Any] = ()) -> N
         _refuse_version_parameter(rows, mapper)
 
 
-def _versioned_mapper(statement: Any) -> Mapper[Any] | None:
+def _versioned_mapper(statement: Any, *, is_by_key: bool = False) -> Mapper[Any] | None:
     """Return the versioned class that a statement writes, if any; refuse what no count could make sound.
 
     A statement that writes no table with versions to count is not looked through, which takes longer than the rest.
     """
-    if not may_be_counted(written_tables(statement)):
+    tables = written_tables(statement)
+    if not may_be_counted(tables):
         return None
     mapper = written_mapper(statement)
+    refuse_join(statement, mapper, tables, is_by_key=is_by_key)
     refuse_child_writes(statement, mapper)
     mapper = mapper or _overwritten_class(statement)
     _refuse_alias_and_other_classes(statement, mapper)
@@ -328,7 +342,7 @@ def _refuse_assigned_versions(rows: Sequence[Any], mapper: Mapper[Any]) -> None:
     if _names_version(rows, mapper):
         raise ValueError(
             f"{version_key(mapper)!r} would be written as it is given: leave it out, and the version counts up "
-            'unchecked; or leave dml_strategy="core_only" out, and it is checked'
+            "unchecked; or leave dml_strategy out, and it is checked"
         )
 
 

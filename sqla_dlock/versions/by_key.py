@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import TypeDecorator
 from sqlalchemy.engine.result import null_result
 
 from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
-from sqla_dlock.versions.in_memory import keeping_versions, loaded_instances, no_number, note_overtaken, note_written
-from sqla_dlock.versions.mapping import counts_by_one, is_number, version_column, version_key
-from sqla_dlock.versions.matches import execute, option
+from sqla_dlock.versions.in_memory import keeping_versions, loaded_instances, note_overtaken, note_written
+from sqla_dlock.versions.mapping import require_kind, version_key
+from sqla_dlock.versions.matches import autoflush, execute, option
 
 if TYPE_CHECKING:
     from sqlalchemy import Result
@@ -32,12 +30,9 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
     if not all(key in row for row in rows for key in keys):
         return execute(execution)  # SQLAlchemy itself refuses rows without a key.
     expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
-    column = version_column(mapper)
-    # A class that makes its own versions may show numbers as something else, by a TypeDecorator.
-    if is_number(column) and (counts_by_one(mapper) or not isinstance(column.type, TypeDecorator)):
-        for *_, version in expected:
-            if not isinstance(version, Number):
-                raise no_number(mapper.class_, version)
+    for *_, version in expected:
+        require_kind(mapper, version)
+    autoflush(execution)
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
     options = execution.statement.get_execution_options()
     require_versions(session, connection, mapper, expected, "save", options=options)

@@ -92,7 +92,9 @@ def _on_flush_begins(session: Session, context: Any, instances: Any) -> None:
     roots = roots_of_changes(session)
     for root in roots:
         touch(root)
-    flush = _Flush(session, context, roots, may_batch=instances is None)
+    # A sharded session writes each row to a shard of its own, which a batch would not.
+    may_batch = instances is None and session.connection_callable is None
+    flush = _Flush(session, context, roots, may_batch=may_batch)
     session.info[_FLUSH] = context.attributes[_FLUSH] = flush
 
 

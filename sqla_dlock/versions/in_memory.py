@@ -21,7 +21,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError
 
 from sqla_dlock.connections import has_begun, is_autocommit
 from sqla_dlock.versions.conflicts import lock_versions, stale_instance
-from sqla_dlock.versions.mapping import counts_by_one, version_key
+from sqla_dlock.versions.mapping import counts_by_one, require_kind, version_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,7 +34,6 @@ __all__ = [
     "forget_undone",
     "keeping_versions",
     "loaded_instances",
-    "no_number",
     "note_overtaken",
     "note_written",
     "read_version",
@@ -261,13 +260,7 @@ def expected_version(instance: Any, action: str) -> Any:
 
 
 def require_expected(instance: Any, expected: Any, version: Any, action: str) -> None:
-    """Raise StaleObject unless the instance has the version that the caller expects; TypeError if that is no number."""
-    if isinstance(version, int) and not isinstance(expected, int):
-        raise no_number(type(instance), expected)
+    """Raise StaleObject unless the instance has the version that the caller expects; TypeError if that is none."""
+    require_kind(instance_state(instance).mapper, expected, version)
     if expected != version:
         raise stale_instance(instance, expected=expected, found=version, action=action)
-
-
-def no_number(model: type, expected: Any) -> TypeError:
-    """Return the error for an expected version that is no number, of a class whose versions are numbers."""
-    return TypeError(f"the expected version is a number, as versions of {model.__name__} are, not {expected!r:.80}")

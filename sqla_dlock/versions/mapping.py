@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import getattr_static
+from numbers import Integral, Number
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from warnings import catch_warnings, simplefilter
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
 
     from sqlalchemy.sql.compiler import SQLCompiler
 
-__all__ = ["VersionedMixin", "counts_by_one", "is_number", "key_columns", "version_column", "version_key"]
+__all__ = [
+    "VersionedMixin",
+    "counts_by_one",
+    "is_key_of_table",
+    "is_number",
+    "key_columns",
+    "require_kind",
+    "version_column",
+    "version_key",
+]
 
 _BITS: Final = {BigInteger: 63, SmallInteger: 15}
 """The bits of the largest number of a column type; other types have 31."""
@@ -85,16 +95,35 @@ def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
     Raises ArgumentError for a class on a join, of which several instances may share the row that has the version.
     """
     table = version_column(mapper).table
-    found: list[Any] = []
-    for column in mapper.primary_key:
-        equal = _joined_with(mapper, column)
-        found += [column] if column.table is table else [each for each in table.c if each in equal][:1]
+    found = _key_in(mapper, table)
     if len(found) != len(mapper.primary_key):
         raise ArgumentError(
             f"a row of {table.name}, which has the version, is not one instance of {mapper.class_.__name__}, whose key "
             "has columns of other tables: map each table by a class of its own, with a relationship between them"
         )
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def is_key_of_table(mapper: Mapper[Any]) -> bool:
+    """Return whether SQLAlchemy finds the key of a class among what RETURNING gives, the PRIMARY KEY of its table.
+
+    Of a subclass with a table of its own it takes that for the key as it is, whose columns may be in another order.
+    """
+    table = mapper.local_table
+    returned = [id(column) for column in table.primary_key]
+    if table is mapper.base_mapper.local_table:
+        return {id(column) for column in mapper.primary_key}.issubset(returned)
+    return [id(column) for column in _key_in(mapper, table)] == returned
+
+
+def _key_in(mapper: Mapper[Any], table: Any) -> list[Any]:
+    """Return, for each column of the primary key, the one that equals it in a table, if there is one."""
+    found: list[Any] = []
+    for column in mapper.primary_key:
+        equal = _joined_with(mapper, column)
+        found += [column] if column.table is table else [each for each in table.c if each in equal][:1]
+    return found
 
 
 def _joined_with(mapper: Mapper[Any], column: Any) -> set[Any]:
@@ -114,7 +143,39 @@ def is_number(version: Any) -> bool:
 
 def counts_by_one(mapper: Mapper[Any]) -> bool:
     """Return whether the mixin counts the version, and no generator of the program's own makes it."""
-    return mapper.version_id_generator.__module__ == __name__
+    return getattr(mapper.version_id_generator, "__module__", None) == __name__
+
+
+def require_kind(mapper: Mapper[Any], expected: Any, known: Any = None) -> None:
+    """Raise TypeError if an expected version has plainly another type than the versions of a class have. No I/O.
+
+    `known`: a version of the class, which tells what the column does not.
+    """
+    kind = _kind(mapper)
+    if kind is object and isinstance(known, int):
+        kind = Number
+    if isinstance(expected, kind):
+        return
+    name, given = mapper.class_.__name__, f"{expected!r:.80}"
+    if issubclass(kind, Number):
+        raise TypeError(f"the expected version is a number, as versions of {name} are, not {given}")
+    raise TypeError(
+        f"the expected version is of the type {kind.__name__}, as versions of {name} are, and not of the type "
+        f"{type(expected).__name__}: {given}"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kind(mapper: Mapper[Any]) -> type:
+    """Return the type that versions of a class have in Python; object if only the program knows, by a TypeDecorator."""
+    version = version_column(mapper)
+    try:
+        kind: type = version.type.python_type
+    except NotImplementedError:  # before SQLAlchemy 2.1
+        kind = object
+    if kind is object and is_number(version) and counts_by_one(mapper):
+        return Number
+    return Integral if kind is int else Number if issubclass(kind, Number) else kind
 
 
 def _is_root_of_hierarchy(cls: type) -> bool:

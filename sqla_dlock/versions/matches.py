@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Delete, Engine, Update, bindparam, event, false, select, tuple_
 
-from sqla_dlock.connections import is_autocommit
+from sqla_dlock.connections import has_begun, is_autocommit
 from sqla_dlock.statements import is_on_class, plain
 from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.conflicts import in_parts, lock_versions
-from sqla_dlock.versions.mapping import version_column
+from sqla_dlock.versions.mapping import is_key_of_table, version_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Result
     from sqlalchemy.orm import Mapper, ORMExecuteState, Session
 
-__all__ = ["MATCHES", "execute", "lock_matches", "option", "synchronize"]
+__all__ = ["MATCHES", "autoflush", "execute", "lock_matches", "option", "synchronize"]
 
 MATCHES: Final = "dlock_matches"
 """The execution option, a `Write`, of an UPDATE or DELETE and of the SELECT by which SQLAlchemy finds its rows."""
@@ -37,8 +37,11 @@ class Write:
     has_other_tables: bool
     """A DELETE whose condition needs other tables, which SQLAlchemy has to be told."""
 
-    def has_returning(self, dialect: Any) -> bool:
+    def has_returning(self, dialect: Any, mapper: Mapper[Any]) -> bool:
         """Return whether the statement itself returns the keys of its rows, as SQLAlchemy decides it."""
+        table: Any = mapper.local_table
+        if not (is_key_of_table(mapper) and table.implicit_returning):
+            return False
         if not self.is_delete:
             return bool(dialect.update_returning)
         return bool(dialect.delete_returning and (dialect.delete_returning_multifrom or not self.has_other_tables))
@@ -54,8 +57,10 @@ def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
-        # SQLAlchemy executes a tuple of parameters, too, but it evaluates only the first of them in memory.
-        is_needed = is_needed and not (isinstance(execution.parameters, tuple) or _may_write_fewer(execution.statement))
+        # SQLAlchemy executes many sets of parameters, too, but it evaluates only the first of them in memory.
+        is_needed = is_needed and not (
+            isinstance(execution.parameters, list | tuple) or _may_write_fewer(execution.statement)
+        )
         write = Write(session, execution.is_delete, option(execution, "is_delete_using", False))
         execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: write})
 
@@ -73,15 +78,14 @@ def _may_write_fewer(statement: Any) -> bool:
 def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     """Lock the rows that a statement without RETURNING will match: until then another transaction could change them.
 
-    In AUTOCOMMIT no lock would last until then, and in a sharded session nothing tells what a row was: no row counts as
-    matched there, and all instances stay as they are.
+    Where no lock would last until then, as in AUTOCOMMIT, no row of an UPDATE counts as matched; of a DELETE, it is
+    enough that a row is gone afterwards. In a sharded session nothing tells what a row was, so that none counts.
     """
     session: Session = execution.session
     statement: Any = execution.statement
     mapper: Mapper[Any] = execution.bind_arguments["mapper"]
-    table: Any = mapper.local_table
     write: Write = execution.local_execution_options[MATCHES]
-    if write.has_returning(session.get_bind(**execution.bind_arguments).dialect) and table.implicit_returning:
+    if write.has_returning(session.get_bind(**execution.bind_arguments).dialect, mapper):
         return None  # SQLAlchemy sends no SELECT
     if session.connection_callable is not None:  # sharding
         execution.statement = statement.where(false())
@@ -89,8 +93,11 @@ def lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
     connection = connection_for_writing(session, mapper)  # The session itself might send a SELECT to a replica.
     # Each key, followed by its version, in the place of the identity token.
     statement = statement.with_only_columns(*mapper.primary_key, version_column(mapper))
-    locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
-    return connection.execute(locking, execution.parameters, execution_options=execution.execution_options)
+    if not is_autocommit(connection) and has_begun(connection):
+        statement = statement.with_for_update()
+    elif not write.is_delete:
+        statement = statement.where(false())
+    return connection.execute(statement, execution.parameters, execution_options=execution.execution_options)
 
 
 @event.listens_for(Engine, "after_execute")
@@ -100,11 +107,13 @@ def _keep_written(*execution: Any) -> None:
     The SELECT may have found others than the statement wrote, by `func.rand()` for instance, or because a subquery
     reads a snapshot in a SELECT only.
     """
-    connection, statement, _, _, options, _ = execution
+    connection, statement, _, _, options, result = execution
     if MATCHES in options and isinstance(statement, Update | Delete):
         orm = options["_sa_orm_update_options"]  # those of a DELETE, too
         mapper, identities = orm._subject_mapper, options[MATCHES].session.identity_map  # noqa: SLF001
         matched = orm._matched_rows or []  # noqa: SLF001
+        if not is_key_of_table(mapper):
+            result.context.returned_default_rows = None  # They would be taken for other keys.
         loaded = [tuple(row) for row in matched if mapper.identity_key_from_primary_key(row[:-1]) in identities]
         if options[MATCHES].is_delete:
             left = _find_rows(connection, mapper, loaded, options)
@@ -142,6 +151,12 @@ def execute(execution: ORMExecuteState) -> Result[Any]:
         bind_arguments=dict(execution.bind_arguments),
         _parent_execute_state=execution,
     )
+
+
+def autoflush(execution: ORMExecuteState) -> None:
+    """Flush before a statement, as SQLAlchemy does next: a flush is what sets the versions, and checks them."""
+    if option(execution, "autoflush", True):
+        execution.session._autoflush()  # noqa: SLF001 - there is no public way
 
 
 def option(execution: ORMExecuteState, name: str, default: Any) -> Any:

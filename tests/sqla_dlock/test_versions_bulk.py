@@ -34,6 +34,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
@@ -46,6 +47,7 @@ from sqlalchemy.orm import (
     aliased,
     column_property,
     declarative_base,
+    join,
     mapped_column,
     registry,
     relationship,
@@ -67,18 +69,22 @@ from sqla_dlock.versions import (
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import (
+    Account,
     Basket,
     Code,
+    Keyless,
     Letter,
     Line,
     LineNote,
     Member,
     Note,
+    Office,
     Order,
     Park,
     Person,
     Place,
     Revised,
+    Sensor,
     Shop,
 )
 
@@ -503,6 +509,67 @@ def test_update_statement_synchronizes_every_shape_of_class(session, kind):
     assert each.version == 3
 
 
+TENANTS: Final = {
+    Sensor: Sensor.sensor_tenant,
+    Office: Office.office_tenant,
+    Keyless: Keyless.tenant,
+}
+"""Classes whose key is not that of the table, and a column of it."""
+
+
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+@pytest.mark.parametrize("kind", [Sensor, Keyless])
+def test_update_statement_synchronizes_what_it_wrote_of_a_class_whose_key_is_not_that_of_its_table(
+    session, kind, synchronize
+):
+    written, other = made(session, kind(tenant=1, number=2), kind(tenant=2, number=1))
+    statement = update(kind).where(TENANTS[kind] == 1).execution_options(synchronize_session=synchronize)
+    session.execute(statement.values(title="new"))
+    assert [(each.title, each.version) for each in (written, other)] == [("new", 2), ("", 1)]
+    if session.get_bind().dialect.update_returning:
+        assert session.scalars(statement.values(title="newer").returning(kind.title)).all() == ["newer"]
+        assert [(each.title, each.version) for each in (written, other)] == [("newer", 3), ("", 1)]
+    written.title = "mine"
+    session.commit()
+    elsewhere(session, f"UPDATE {kind.__table__.name} SET version = 9")
+    other.title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+@pytest.mark.parametrize("kind", TENANTS)
+def test_delete_statement_deletes_no_other_instance_of_a_class_whose_key_is_not_that_of_its_table(
+    session, kind, synchronize
+):
+    gone, kept = made(session, kind(tenant=1, number=2), kind(tenant=2, number=1))
+    session.execute(delete(kind).where(TENANTS[kind] == 1).execution_options(synchronize_session=synchronize))
+    assert (gone in session, kept in session) == (False, True)
+    kept.title = "mine"
+    session.commit()
+    assert rows(session, kind.__table__.c.title) == [("mine",)]
+
+
+@pytest.mark.parametrize("kind", [Sensor, Keyless])
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+def test_statement_without_a_transaction_leaves_stale_what_it_wrote_of_a_class_whose_key_is_not_that_of_its_table(
+    make_engine, kind, name
+):
+    """No lock lasts from the SELECT of the keys to the UPDATE. A row that is gone after a DELETE needs none."""
+    options = {"begin": "SELECT 1"} if name == "sqlite" else {"isolation_level": "AUTOCOMMIT"}
+    with Session(make_engine(name, **options), expire_on_commit=False) as session:
+        written, other = made(session, kind(tenant=1, number=2), kind(tenant=2, number=1))
+        session.execute(update(kind).where(TENANTS[kind] == 1).values(title="new"))
+        assert (written.version, other.version) == (1, 1)
+        written.title = "mine"
+        with pytest.raises(StaleObject):
+            session.flush()
+        session.rollback()
+        session.refresh(written)
+        session.execute(delete(kind).where(TENANTS[kind] == 1))
+        assert (written in session, other in session) == (False, True)
+
+
 def test_update_statement_fetches_no_keys_if_no_instance_is_loaded(session, orders):
     session.expunge_all()
     sent: list[str] = []
@@ -746,9 +813,10 @@ def test_update_of_a_class_on_a_connection_has_to_count(session, orders, write):
     assert {row[1:] for row in rows(session, Order.title, Order.reads, Order.version)} == {(5, 2)}
 
 
-def test_update_by_condition_takes_a_tuple_of_parameters_too(session, orders):
+@pytest.mark.parametrize(("many", "options"), [(tuple, {}), (list, {"dml_strategy": "orm"})], ids=["tuple", "orm"])
+def test_update_by_condition_takes_many_parameters_too(session, orders, many, options):
     statement = update(Order).where(Order.title == bindparam("of")).values(reads=bindparam("new"))
-    session.execute(statement, ({"of": "a", "new": 5}, {"of": "b", "new": 6}))
+    session.execute(statement, many([{"of": "a", "new": 5}, {"of": "b", "new": 6}]), execution_options=options)
     found = rows(session, Order.title, Order.reads, Order.version)
     assert found[:3] == [("a", 5, 2), ("b", 6, 2), ("c", 0, 1)]
     session.commit()
@@ -1276,6 +1344,76 @@ def test_update_of_a_join_that_sets_columns_of_a_table_whose_class_it_names_is_r
         (session if on == "session" else session.connection()).execute(write)
 
 
+ORDER, PERSON, CODE = Order.__table__, Person.__table__, Code.__table__
+JOINED: Final = {
+    "attributes": lambda: update(join(Order, Person, Order.id == Person.id)).values({Order.title: "new"}),
+    "texts": lambda: update(join(Person, Order, Order.id == Person.id)).values(title="new"),
+    "condition": lambda: update(join(Order, Person, Order.id == Person.id)).where(Order.id > 0).values(title="new"),
+    "tables": lambda: update(ORDER.join(PERSON, ORDER.c.id == PERSON.c.id)).where(Order.id > 0).values(title="new"),
+    "columns only": lambda: update(ORDER.join(PERSON, ORDER.c.id == PERSON.c.id)).values(title="new"),
+    "alias": lambda: update((a := ORDER.alias()).join(PERSON, a.c.id == PERSON.c.id)).values(title="new"),
+    "three": lambda: update(PERSON.join(ORDER.join(CODE, true()), true())).values(reads=5),
+    "child": lambda: update(PERSON.join(LineNote.__table__, true())).values(text="new"),
+}
+
+
+@pytest.mark.parametrize("make", JOINED.values(), ids=JOINED)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_of_a_join_in_which_a_table_has_versions_is_refused_whatever_names_its_columns(
+    session, orders, on, make
+):
+    where = session if on == "session" else session.connection()
+    with pytest.raises(NotSupported, match=r"of a join would not count the versions of \w+: write one table"):
+        where.execute(make())
+    with pytest.raises(NotSupported, match=r"of a join would not count the versions"):
+        where.execute(update(ORDER.join(PERSON, true())), {"title": "new"})
+
+
+ON_A_JOIN: Final = {
+    "values": lambda where: where.execute(update(Account).values(note="theirs")),
+    "attribute": lambda where: where.execute(update(Account).values({Account.note: "theirs"})),
+    "parameters": lambda where: where.execute(update(Account).where(Account.id == 1), {"note": "theirs"}),
+    "tuple": lambda where: where.execute(update(Account).where(Account.id == 1), ({"note": "theirs"},)),
+    "many": lambda where: where.execute(
+        update(Account).where(Account.id == bindparam("key")),
+        [{"key": 1, "note": "theirs"}],
+        execution_options={"dml_strategy": "core_only"},
+    ),
+    "delete": lambda where: where.execute(delete(Account)),
+}
+
+
+@pytest.mark.parametrize("write", ON_A_JOIN.values(), ids=ON_A_JOIN)
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_statement_of_a_class_on_a_join_is_refused_whatever_names_its_columns(session, on, write):
+    (account,) = made(session, Account(id=1))
+    with pytest.raises(NotSupported, match="cannot write the join that Account is mapped to"):
+        write(session if on == "session" else session.connection())
+    session.delete(account)
+    session.commit()
+
+
+@pytest.mark.parametrize("values", [{"note": "new"}, {"motto": "new"}], ids=["own", "other"])
+def test_update_by_primary_key_of_a_class_on_a_join_checks_and_counts(session, values):
+    (account,) = made(session, Account(id=1))
+    session.execute(update(Account), [{"id": 1, "version": 1, **values}])
+    assert (account.version, *rows(session, Account.version)) == (2, (2,))
+    with pytest.raises(StaleObject):
+        session.execute(update(Account), [{"id": 1, "version": 1, **values}])
+    with pytest.raises(ValueError, match="checks versions"):
+        session.execute(update(Account), [{"id": 1, **values}])
+    session.delete(account)
+    session.commit()
+
+
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_update_that_sets_columns_of_an_alias_of_the_table_of_another_versioned_class_is_refused(session, orders, on):
+    alias = ORDER.alias()
+    write = update(Person).where(Person.id == alias.c.id, alias.c.id == Order.id).values({alias.c.title: "new"})
+    with pytest.raises(NotSupported, match="would not count the versions of Order"):
+        (session if on == "session" else session.connection()).execute(write)
+
+
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
 def test_update_counts_its_own_version_and_not_that_of_another_table(session, orders):
     """A column of the same name in another table that MariaDB writes along is no count."""
@@ -1293,6 +1431,25 @@ def test_update_by_primary_key_checks_and_counts(session, orders):
     assert [version for _, version in rows(session, Order.title, Order.version)] == [2, 2, 2, 1, 1, 1]
     with pytest.raises(StaleDataError):
         session.execute(update(Order), [{"id": each.id, "reads": 6, "version": 1} for each in orders])
+
+
+def test_update_by_primary_key_flushes_first_what_was_changed_in_memory(session, orders):
+    write = update(Order), [{"id": orders[0].id, "version": 1, "reads": 5}]
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject) as caught:
+        session.execute(*write)
+    assert (caught.value.instance, caught.value.found) == (orders[0], 2)
+    session.rollback()
+    orders[0].title = "mine"
+    session.execute(*write, execution_options={"autoflush": False})
+    session.commit()
+    assert ("mine", 5, 3) in rows(session, Order.title, Order.reads, Order.version)
+
+
+def test_list_of_parameters_by_condition_writes_no_version(session, orders):
+    statement = update(Order).where(Order.id == bindparam("key")).values(reads=5)
+    with pytest.raises(ValueError, match="leave dml_strategy out, and it is checked"):
+        session.execute(statement, [{"key": 1, "version": 1}], execution_options={"dml_strategy": "orm"})
 
 
 def test_conflict_of_a_row_that_is_not_loaded_names_its_class(session, orders):

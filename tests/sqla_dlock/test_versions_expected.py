@@ -2,18 +2,36 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
+from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Engine, delete, event, insert, select, text
+from sqlalchemy import (
+    DateTime,
+    Engine,
+    LargeBinary,
+    Numeric,
+    StaticPool,
+    String,
+    Uuid,
+    create_engine,
+    delete,
+    event,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session, defer, load_only
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, load_only, mapped_column
 from sqlalchemy.orm.attributes import flag_modified
 from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.preconditions import etag_of
 from sqla_dlock.versions import (
     StaleObject,
+    VersionedMixin,
     adelete_with_version,
     asave_with_version,
     delete_with_version,
@@ -138,6 +156,60 @@ def test_assigned_version_that_is_no_number_is_a_mistake(session, order, write, 
         write(session, order)
     session.rollback()
     assert row(session) == ("old", 1)
+
+
+OWN_VERSIONS: Final[dict[str, Any]] = {
+    "uuid": (Uuid(), lambda _: uuid4(), str, "UUID"),
+    "uuid as text": (Uuid(as_uuid=False), lambda _: str(uuid4()), UUID, "str"),
+    "text": (String(32), lambda _: uuid4().hex, lambda version: version.encode(), "str"),
+    "time": (DateTime(), lambda _: datetime.now(UTC).replace(tzinfo=None), datetime.isoformat, "datetime"),
+    "bytes": (LargeBinary(16), lambda _: uuid4().bytes, bytearray, "bytes"),
+    "decimal": (Numeric(20, 0, asdecimal=False), lambda version: (version or 0) + 1, str, "number"),
+}
+"""The type of a column, what makes its versions, another spelling of one, and the type that is named."""
+
+
+@pytest.mark.filterwarnings("ignore:Dialect sqlite")
+@pytest.mark.parametrize(("column", "make", "spell", "kind"), OWN_VERSIONS.values(), ids=OWN_VERSIONS)
+def test_expected_version_of_another_type_than_the_column_has_is_a_mistake_before_any_i_o(column, make, spell, kind):
+    class Separate(DeclarativeBase):
+        pass
+
+    class Paper(VersionedMixin, Separate):
+        __tablename__ = "paper"
+
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+        version: Mapped[Any] = mapped_column(column)
+        __mapper_args__: ClassVar[Any] = {"version_id_col": version, "version_id_generator": make}
+
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    Separate.metadata.create_all(engine)
+    sent: list[str] = []
+    with Session(engine, expire_on_commit=False) as session:
+        session.add(paper := Paper(id=1))
+        session.commit()
+        seen, wrong = paper.version, spell(paper.version)
+        event.listen(engine, "before_cursor_execute", lambda *each: sent.append(each[2]))
+        mistake = pytest.raises(TypeError, match=rf"the expected version is .*{kind}, as versions of Paper are, .*not ")
+        with mistake:
+            session.execute(update(Paper), [{"id": 1, "version": wrong, "title": "new"}])
+        session.expire(paper)
+        for write in (save_with_version, delete_with_version):
+            with mistake:
+                write(session, paper, expected=wrong)
+        assert not sent
+        session.refresh(paper)
+        paper.title, paper.version = "new", wrong
+        with mistake:
+            save_with_version(session, paper)
+        with mistake:
+            session.flush()
+        session.rollback()
+        session.execute(update(Paper), [{"id": 1, "version": seen, "title": "new"}])
+        paper.title = "newer"
+        save_with_version(session, paper, expected=paper.version)
+    engine.dispose()
 
 
 @WRITES

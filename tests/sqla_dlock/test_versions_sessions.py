@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import Delete, Engine, ForeignKey, String, Update, bindparam, create_engine, event, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from dlock_core.errors import RowLocked
@@ -433,3 +434,33 @@ async def test_save_does_not_overtake_a_parent_in_an_async_session(async_engine:
         await asave_with_version(session, visit)
         await session.commit()
         assert visit.version == 2
+
+
+@pytest.mark.parametrize("write", [lambda session, _: session.commit(), save_with_version], ids=["commit", "save"])
+def test_rows_in_several_shards_are_each_checked_where_they_are(tmp_path: Path, write):
+    shards = {name: create_engine(f"sqlite:///{tmp_path}/{name}") for name in "ab"}
+    for each in shards.values():
+        Base.metadata.create_all(each)
+
+    def session() -> ShardedSession:
+        return ShardedSession(
+            shards=shards,
+            shard_chooser=lambda _, instance, clause=None: instance.id[0],
+            identity_chooser=lambda _, key, **__: [key[0][0]],
+            execute_chooser=lambda _: list(shards),
+        )
+
+    with session() as one, session() as two:
+        one.add_all(Customer(id=key) for key in ("a1", "a2", "b1"))
+        one.commit()
+        mine, theirs = ([each.get_one(Customer, key) for key in ("a1", "a2", "b1")] for each in (one, two))
+        for customer in mine:
+            customer.name = "mine"
+        write(one, mine[0])
+        one.commit()
+        for customer in theirs:
+            customer.name = "theirs"
+        with pytest.raises(StaleObject, match=r"the row has version 2"):
+            write(two, theirs[-1])
+    for each in shards.values():
+        each.dispose()

@@ -3,8 +3,15 @@
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from sqlalchemy import JSON, ForeignKey, String, Uuid, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
+from sqlalchemy import JSON, BigInteger, Column, ForeignKey, ForeignKeyConstraint, Integer, String, Table, Uuid, text
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedAsDataclass,
+    column_property,
+    mapped_column,
+    relationship,
+)
 
 from sqla_dlock.versions import VersionedMixin
 from tests.sqla_dlock.models import Base
@@ -80,6 +87,85 @@ class Member(VersionedMixin, Person):
 
     id: Mapped[int] = mapped_column(ForeignKey("person.id"), primary_key=True)
     grade: Mapped[int] = mapped_column(default=0)
+
+
+_account = Table(
+    "account_of_join",
+    Base.metadata,
+    Column("id", Integer, primary_key=True),
+    Column("note", String(80), default=""),
+    Column("version", BigInteger, nullable=False),
+)
+_profile = Table(
+    "profile_of_join",
+    Base.metadata,
+    Column("account_id", ForeignKey(_account.c.id), primary_key=True),
+    Column("motto", String(80), default=""),
+)
+
+
+class Account(VersionedMixin, Base):
+    """It is mapped to a join."""
+
+    __table__ = _account.join(_profile)
+    id = column_property(_account.c.id, _profile.c.account_id)
+    __mapper_args__: ClassVar[Any] = {"version_id_col": _account.c.version}
+
+
+class Device(Base):
+    __tablename__ = "device"
+
+    tenant: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class Sensor(VersionedMixin, Device):
+    """The key of its table has another order than that of the class."""
+
+    __tablename__ = "sensor"
+
+    sensor_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sensor_tenant: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    __table_args__ = (ForeignKeyConstraint(["sensor_tenant", "sensor_number"], ["device.tenant", "device.number"]),)
+
+
+class Room(VersionedMixin, Base):
+    __tablename__ = "room"
+
+    tenant: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(20))
+    __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "room"}
+
+
+class Office(Room):
+    """The key of its table has another order, too, and its version is in the table of its parent."""
+
+    __tablename__ = "office"
+
+    office_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    office_tenant: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    __table_args__ = (ForeignKeyConstraint(["office_tenant", "office_number"], ["room.tenant", "room.number"]),)
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "office"}
+
+
+class Keyless(VersionedMixin, Base):
+    """Its table has no PRIMARY KEY."""
+
+    __table__ = Table(
+        "keyless",
+        Base.metadata,
+        Column("tenant", Integer, nullable=False),
+        Column("number", Integer, nullable=False),
+        Column("title", String(80), default=""),
+        Column("version", BigInteger, nullable=False),
+    )
+    __mapper_args__: ClassVar[Any] = {
+        "primary_key": [__table__.c.tenant, __table__.c.number],
+        "version_id_col": __table__.c.version,
+    }
 
 
 class Revised(Base):
