@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.engine.result import null_result
 
+from dlock_core.errors import NotSupported
 from sqla_dlock.statements import set_values
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.in_memory import keeping_versions, loaded_instances, note_overtaken, note_written
@@ -33,6 +34,11 @@ def update_by_key(execution: ORMExecuteState, rows: list[Any], mapper: Mapper[An
     for *_, version in expected:
         require_kind(mapper, version)
     autoflush(execution)
+    if session.connection_callable is not None:
+        raise NotSupported(
+            f"an UPDATE by primary key of {mapper.class_.__name__} cannot check versions in a sharded session, because "
+            "no row tells its shard: change instances and flush them"
+        )
     connection = session.connection(bind_arguments={"mapper": mapper.base_mapper})
     options = execution.statement.get_execution_options()
     require_versions(session, connection, mapper, expected, "save", options=options)

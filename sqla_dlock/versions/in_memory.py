@@ -21,7 +21,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError
 
 from sqla_dlock.connections import has_begun, is_autocommit
 from sqla_dlock.versions.conflicts import lock_versions, stale_instance
-from sqla_dlock.versions.mapping import counts_by_one, require_kind, version_key
+from sqla_dlock.versions.mapping import counts_by_one, require_kind, set_by_update, version_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -78,14 +78,20 @@ def _take_left_out(state: InstanceState[Any]) -> set[str]:
     so it is removed here: the next one is that of the next query. Only a column that was not in memory before it, and
     was not assigned since, has been read by that query in spite of its callable, which is an earlier query's.
     """
+    absent = state.info.pop(_ABSENT, frozenset())
     if not state.callables:
         return set()
-    absent = state.info.get(_ABSENT, frozenset())
     present = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
     for each in present:
         del state.callables[each]
     state.info[_ABSENT] = frozenset(state.callables)
     return {each for each in present if each not in absent or each in state.committed_state}
+
+
+@event.listens_for(Mapper, "load", raw=True)
+def _on_load(state: InstanceState[Any], context: Any) -> None:
+    if state.callables and state.mapper.version_id_col is not None:
+        state.info[_ABSENT] = frozenset(state.callables)
 
 
 @event.listens_for(Mapper, "after_update", raw=True)
@@ -158,9 +164,11 @@ def note_written(
         if tuple(key) in loaded and _is_current(instance_state(loaded[tuple(key)]), version)
     }
     next_versions = _next_versions(connection, mapper, written, options)
+    derived = [each.key for each in set_by_update(mapper) if each.key != version_key(mapper)]
     for known, instance in written.items():
         if known in next_versions:
             set_committed_value(instance, version_key(mapper), next_versions[known])
+            session.expire(instance, derived)  # SQLAlchemy sets only what the statement was given.
         else:
             instance_state(instance).info[_READ_LATE] = True
 

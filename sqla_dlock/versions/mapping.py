@@ -136,6 +136,16 @@ def _joined_with(mapper: Mapper[Any], column: Any) -> set[Any]:
     return equal
 
 
+@lru_cache(maxsize=1024)
+def set_by_update(mapper: Mapper[Any]) -> tuple[Any, ...]:
+    """Return the attributes that each UPDATE sets by itself: by `onupdate`, or computed by the database."""
+    return tuple(each for each in mapper.column_attrs if _is_set_by_update(each.columns[0]))
+
+
+def _is_set_by_update(column: Any) -> bool:
+    return any(getattr(column, name, None) is not None for name in ("onupdate", "server_onupdate"))
+
+
 def is_number(version: Any) -> bool:
     """Return whether a version is a number, also by a TypeDecorator."""
     return issubclass(version.type._type_affinity, Integer | Numeric)  # noqa: SLF001

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Delete, Engine, Update, bindparam, event, false, select, tuple_
+from sqlalchemy import BindParameter, ClauseElement, Delete, Engine, Update, bindparam, event, false, select, tuple_
+from sqlalchemy.sql import visitors
 
 from sqla_dlock.connections import has_begun, is_autocommit
-from sqla_dlock.statements import is_on_class, plain
+from sqla_dlock.statements import is_on_class, plain, set_values
 from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.conflicts import in_parts, lock_versions
 from sqla_dlock.versions.mapping import is_key_of_table, version_column
@@ -57,12 +58,25 @@ def synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
-        # SQLAlchemy executes many sets of parameters, too, but it evaluates only the first of them in memory.
-        is_needed = is_needed and not (
-            isinstance(execution.parameters, list | tuple) or _may_write_fewer(execution.statement)
-        )
+        is_needed = is_needed and not _has_values_in_parameters(execution, mapper)
+        is_needed = is_needed and not _may_write_fewer(execution.statement)
         write = Write(session, execution.is_delete, option(execution, "is_delete_using", False))
         execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{MATCHES: write})
+
+
+def _has_values_in_parameters(execution: ORMExecuteState, mapper: Mapper[Any]) -> bool:
+    """Return whether parameters tell what a statement writes, of which SQLAlchemy evaluates none, or the first set.
+
+    Such values would come out wrong in memory, with the version of the row: all instances stay as they are, and stale.
+    """
+    given = execution.parameters
+    if not given or isinstance(given, list | tuple):
+        return bool(given)
+    names = {*mapper.columns.keys(), *(column.key for column in mapper.columns)}
+    values = set_values(plain(execution.statement)).values() if execution.is_update else ()
+    parts = (part for value in values if isinstance(value, ClauseElement) for part in visitors.iterate(value))
+    is_replaced = any(isinstance(part, BindParameter) and part.key in given for part in parts)
+    return is_replaced or (execution.is_update and not names.isdisjoint(given))
 
 
 def _may_write_fewer(statement: Any) -> bool:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Mapper, PassiveFlag
 from sqlalchemy.orm.attributes import flag_dirty, instance_state, set_committed_value
 
 from sqla_dlock.versions.in_memory import expected_version, read_version
-from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
+from sqla_dlock.versions.mapping import VersionedMixin, key_columns, set_by_update, version_column, version_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -176,18 +176,13 @@ def mark_flushed(session: Session, mapper: Mapper[Any], writes: Sequence[RowUpda
     """
     session._register_altered([instance_state(each.instance) for each in writes])  # noqa: SLF001 - nothing public
     sent: Any = result.last_updated_params()
-    by_database = [each for each in mapper.column_attrs if _is_set_by_update(each.columns[0])]
     for write, row in zip(writes, sent if len(writes) > 1 else [sent], strict=True):
         forget_touch(instance_state(write.instance))
         for name, value in write.values.items():
             set_committed_value(write.instance, name, value)
-        for each in by_database:
+        for each in set_by_update(mapper):
             if each.key not in write.values:
                 _show_database_value(session, write.instance, each, row)
-
-
-def _is_set_by_update(column: Any) -> bool:
-    return column.onupdate is not None or column.server_onupdate is not None
 
 
 def _show_database_value(session: Session, instance: Any, attribute: Any, row: Mapping[str, Any]) -> None:

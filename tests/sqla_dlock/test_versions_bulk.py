@@ -680,6 +680,39 @@ def test_update_by_primary_key_that_is_rolled_back_to_a_savepoint_takes_its_vers
     assert (orders[0].reads, orders[0].version) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [
+        ({"reads": Order.reads + bindparam("n")}, {"n": 5}),
+        ({"reads": bindparam("n", 1)}, {"n": 5}),
+        ({"title": "new"}, {"reads": 5}),
+    ],
+)
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+def test_instance_is_not_taken_for_current_if_parameters_tell_what_was_written(
+    session, orders, values, given, synchronize
+):
+    statement = update(Order).where(Order.id == orders[0].id).values(values)
+    session.execute(statement, given, execution_options={"synchronize_session": synchronize})
+    written = session.connection().execute(select(Order.reads, Order.version).where(Order.id == orders[0].id))
+    assert written.one() == (5, 2)
+    assert (orders[0].reads, orders[0].version) == (0, 1)
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_instance_is_written_along_if_parameters_only_tell_which_row(session, orders):
+    session.execute(update(Order).where(Order.id == bindparam("key")).values(reads=5), {"key": orders[0].id})
+    assert (orders[0].reads, orders[0].version) == (5, 2)
+
+
+def test_update_by_primary_key_reads_what_the_database_and_defaults_have_set(session, orders):
+    rows = [{"id": orders[0].id, "version": 1, "title": "new"}]
+    session.execute(update(Order), rows)
+    assert (orders[0].title, orders[0].version, orders[0].edited, orders[0].seen) == ("new", 2, 7, 2)
+
+
 def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
     elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
     savepoint = session.begin_nested()

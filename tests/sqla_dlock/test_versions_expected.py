@@ -29,6 +29,7 @@ from sqlalchemy.orm.attributes import flag_modified
 from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.preconditions import etag_of
+from sqla_dlock.rows import lock_row
 from sqla_dlock.versions import (
     StaleObject,
     VersionedMixin,
@@ -352,6 +353,52 @@ def test_version_that_was_left_out_twice_is_a_check_only_if_it_is_read_with_all_
         session.flush()
     session.commit() if is_whole else session.rollback()
     assert row(session) == (("theirs + mine", 3) if is_whole else ("theirs", 2))
+
+
+def read_again(session, *options):
+    session.scalars(select(Order).options(*options).execution_options(populate_existing=True)).one()
+
+
+@pytest.mark.parametrize("option", [defer(Order.title), load_only(Order.reads), load_only(Order.reads, Order.version)])
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_row_that_was_read_in_part_and_then_as_a_whole_can_be_saved(session, order, option, is_shown):
+    session.expunge_all()
+    part = session.scalars(select(Order).options(option)).one()
+    if is_shown:
+        assert part.title == "old"
+    lock_row(session, Order, part.id)
+    part.title = "new"
+    session.commit()
+    assert row(session) == ("new", 2)
+
+
+def test_version_that_a_second_query_of_some_columns_brings_is_no_check(session, order):
+    session.expunge_all()
+    part = session.scalars(select(Order).options(load_only(Order.title))).one()
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1")
+    read_again(session, load_only(Order.reads, Order.version))
+    part.title += " + mine"
+    with pytest.raises(ValueError, match="was deferred"):
+        session.flush()
+    session.rollback()
+    assert row(session) == ("theirs", 2)
+
+
+def test_version_that_a_list_brings_twice_is_no_check_of_what_was_read_between(session, order):
+    some = load_only(Order.reads, Order.version)
+    session.expire(order)
+    read_again(session, some)
+    session.expire(order)
+    assert order.title == "old"
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1")
+    read_again(session, some)
+    order.title += " + mine"
+    with pytest.raises(ValueError, match="was deferred"):
+        session.flush()
+    session.rollback()
+    assert row(session) == ("theirs", 2)
 
 
 @pytest.mark.parametrize("write", [save_with_version, flush])
