@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 from asgiref.sync import AsyncToSync
 from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.connections import in_transaction, initialized, listening_tracker
-from django_dlock.errors import SnapshotTooOld, as_database_error
+from django_dlock.errors import NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
 from django_dlock.tie import TiedDatabases, current
 from django_dlock.tracker import leases_of_context
@@ -20,12 +22,30 @@ from dlock_core.sql import database
 from dlock_core.transactions.transaction_lock import LockAcquire
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from dlock_core.transactions.fencing import FenceGate
     from dlock_core.transactions.tie import Tie
 
-__all__ = ["DatabaseAcquire", "open_sessions"]
+__all__ = ["DatabaseAcquire", "no_lease_after", "open_sessions"]
+
+_holder_of_rows: Final[ContextVar[str]] = ContextVar("dlock_holder_of_rows", default="")
+"""What has locked rows in this context, by `no_lease_after`."""
+
+
+@contextmanager
+def no_lease_after(holder: str) -> Iterator[None]:
+    """Refuse new leases in a block that has locked rows: their other holders take the lease first, and then the rows.
+
+    Each of the two would wait for the other, which no database can see.
+    """
+    former = _holder_of_rows.set(holder)
+    try:
+        yield
+    finally:
+        _holder_of_rows.reset(former)
 
 
 class DatabaseAcquire(LockAcquire):
@@ -51,6 +71,11 @@ class DatabaseAcquire(LockAcquire):
         if using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {using!r}, only: {', '.join(connections)}")
         found = self.find() if leases_of_context.get() else None
+        if found is None and (holder := _holder_of_rows.get()):
+            raise NotSupported(
+                f"{holder} has locked rows before {self.lock.name!r}, and another holder of that lease would wait for "
+                "them: take the lease first; an action of the admin that takes leases is named in unguarded_actions"
+            )
         if self.runtime is BLOCKING:
             self._here = initialized()
         # A store that locks inside the transaction of that database checks its snapshot in the same request.

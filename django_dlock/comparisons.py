@@ -126,7 +126,16 @@ class _Hashable:
         return isinstance(other, _Hashable) and bool(self.key == other.key)
 
     def __hash__(self) -> int:
-        return len(repr(self.key))  # Equal dicts may have their items in another order.
+        return _hash(self.key)
+
+
+def _hash(value: Any) -> int:
+    """Return the same number for equal values: equal dicts may have their items in another order."""
+    if isinstance(value, dict):
+        return hash(frozenset((name, _hash(each)) for name, each in value.items()))
+    if isinstance(value, list | tuple):
+        return hash(tuple(map(_hash, value)))
+    return hash(value)
 
 
 def _plain(key: Any) -> Any:

@@ -12,6 +12,7 @@ from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
+from django_dlock.version_field import SentVersion
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -108,18 +109,24 @@ class PreconditionMixin(_View):
         return super().get_object()
 
     def _dlock_check(self, instance: Any) -> None:
-        is_known = False
+        # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
+        same = [(each, is_known) for each, is_known in self._dlock_checked if each == instance]
+        is_known = next((known for each, known in same if read_version(each) == read_version(instance)), None)
+        if is_known is None:
+            is_known = self._dlock_is_known(instance)
+        self._dlock_checked = [*self._dlock_checked, (instance, is_known)]
+
+    def _dlock_is_known(self, instance: Any) -> bool:
+        """Check the preconditions, and return whether the client has the object."""
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
         method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
-        if method == self.request.method:
-            is_known = check_preconditions(
-                self.request,
-                instance,
-                required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
-                accept_weak=self.accept_weak,
-                variant=self._dlock_variant(),
-            )
-        self._dlock_checked = [*self._dlock_checked, (instance, is_known)]
+        return method == self.request.method and check_preconditions(
+            self.request,
+            instance,
+            required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
+            accept_weak=self.accept_weak,
+            variant=self._dlock_variant(),
+        )
 
     def _dlock_has_checked(self, instance: Any) -> bool:
         return any(each is instance for each, _ in self._dlock_checked)
@@ -203,9 +210,10 @@ class VersionedSerializerMixin(_Serializer):
     """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field.
 
     A version among the data of a change has to be that of the instance; so has a field of another name whose `source`
-    is the version. It stays in `validated_data`, under the model's name for it, so that the save compares it with the
-    row that is written, even if that was read again. A change without one is not compared, unless you declare the field
-    as required: then each change needs it, also a PATCH. With `allow_null=True` a null counts as not sent.
+    is the version. It stays in `validated_data`, under the model's name for it, so that the first save of an instance
+    that was read again, and is not the serializer's own, compares it, too. A change without one is not compared, unless
+    you declare the field as required: then each change needs it, also a PATCH. With `allow_null=True` a null counts as
+    not sent.
 
     A serializer of one object without an instance makes a new object, which needs no version and gets its own. In
     nested data and lists, where the serializer does not know the instance, declare the field and compare the versions
@@ -238,7 +246,7 @@ class VersionedSerializerMixin(_Serializer):
             for key, field in self.fields.items():
                 is_read = field.source == name and (_is_saved(self.instance) or not field.read_only)
                 if is_read and self._dlock_has(key, field, data):
-                    validated[name] = self._dlock_compared(_version_in(data, key))
+                    validated[name] = self._dlock_compared(SentVersion(_version_in(data, key)))
         return validated
 
     def _dlock_has(self, key: str, field: Any, data: Any) -> bool:
@@ -247,9 +255,9 @@ class VersionedSerializerMixin(_Serializer):
             raise serializers.ValidationError({key: [field.error_messages["required"]]}, code="required")
         return is_sent
 
-    def _dlock_compared(self, version: int) -> int:
+    def _dlock_compared(self, version: SentVersion) -> SentVersion:
         instance = unwrapped(self.instance)
-        if _is_saved(instance) and version != (read := read_version(instance)):
+        if _is_saved(instance) and version.compare_with(instance) and version != (read := read_version(instance)):
             raise emit_conflict(StaleObject(instance, expected=version, found=read))
         return version
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["NEXT", "READ_VERSION", "VersionField", "read_version"]
+__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "read_version"]
 
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
@@ -39,6 +39,25 @@ NEXT: Final = _NextVersion()
 
 class LateVersion(int):
     """A version that an instance got later than other fields of its row, so it says nothing about them."""
+
+
+class SentVersion(int):
+    """A version that a client has sent: each instance to which it is assigned is compared with it once.
+
+    A view may save an instance several times, and its own writes count the version up from there.
+    """
+
+    def __init__(self, _: int) -> None:
+        self._compared: list[Any] = []
+
+    def __deepcopy__(self, _: Any) -> SentVersion:
+        return self
+
+    def compare_with(self, instance: Any) -> bool:
+        """Return whether an instance has not been compared with this version before, and remember that it has."""
+        is_new = not any(each is instance for each in self._compared)
+        self._compared.append(instance)
+        return is_new
 
 
 class _FirstVersion(Func):
@@ -58,6 +77,10 @@ class _VersionAttribute(DeferredAttribute):
     field: VersionField
 
     def __set__(self, instance: Any, number: Any) -> None:
+        if isinstance(number, SentVersion):
+            if not number.compare_with(instance):
+                return
+            number = int(number)
         name, values = self.field.attname, vars(instance)
         former = values.get(name, ABSENT)
         values[name] = number

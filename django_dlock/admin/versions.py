@@ -18,6 +18,7 @@ from django.template.response import TemplateResponse
 from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
+from django_dlock.acquire import no_lease_after
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.comparisons import lock_versions
 from django_dlock.errors import StaleObject
@@ -84,7 +85,10 @@ class VersionedModelAdmin(_ModelAdmin):
     """
 
     unguarded_actions: ClassVar[tuple[str, ...]] = ()
-    """Names of actions that are neither checked nor run in a transaction: an export, or one that opens its own."""
+    """Names of actions that are neither checked nor run in a transaction.
+
+    An export, or an action that opens its own transactions or takes leases, for which a row lock would come too early.
+    """
 
     delete_confirmation_template = "admin/django_dlock/delete_confirmation.html"
     delete_selected_confirmation_template = "admin/django_dlock/delete_selected_confirmation.html"
@@ -177,7 +181,8 @@ class VersionedModelAdmin(_ModelAdmin):
             with transaction.atomic(using=queryset.db):
                 if changed := self._changed_rows(request, queryset):
                     return self._refuse_action(request, changed)
-                response = super().response_action(request, queryset, **where)
+                with no_lease_after(f"the admin action {action!r}"):
+                    response = super().response_action(request, queryset, **where)
                 _require_usable(action, queryset.db)
         except StaleObject as error:
             return self._refuse_action(request, [error.name if error.instance is None else str(error.instance)])

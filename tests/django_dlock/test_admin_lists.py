@@ -6,12 +6,14 @@ from functools import partial
 import django
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db import connections
+from django.db import connections, transaction
 from django.db.models.signals import pre_delete, pre_save
 from django.db.transaction import TransactionManagementError
 
-from django_dlock.errors import StaleObject
+from django_dlock import lock
+from django_dlock.errors import NotSupported, StaleObject
 from tests.django_dlock.admin_fixtures import change
+from tests.django_dlock.admin_urls import TicketAdmin
 from tests.django_dlock.pages import form
 from tests.django_dlock.parties import until_blocked
 from tests.testapp.models import Code, Draft, Ticket
@@ -237,6 +239,22 @@ def test_rows_that_were_shown_are_locked_while_an_action_runs(on_postgresql, bro
         pre_save.disconnect(overtake, sender=Ticket)
     assert changes[0].result(60) == 1
     assert [(each.title, each.state) for each in Ticket.objects.all()] == [("theirs", "closed")]
+
+
+def test_action_that_takes_a_lease_after_its_row_locks_is_refused_and_one_without_them_is_not(
+    browser, ticket, monkeypatch, store
+):
+    def close(self, request, queryset):
+        with lock("tickets", wait=0), transaction.atomic():
+            queryset.update(state="closed")
+
+    monkeypatch.setattr(TicketAdmin, "close", close)
+    monkeypatch.setattr(TicketAdmin, "close_unguarded", close)
+    with pytest.raises(NotSupported, match=r"'close' has locked rows before 'tickets'.* unguarded_actions"):
+        browser.post(TICKETS, act(browser, "close", [ticket]))
+    assert Ticket.objects.get().state == "open"
+    browser.post(TICKETS, act(browser, "close_unguarded", [ticket]))
+    assert Ticket.objects.get().state == "closed"
 
 
 def test_selected_rows_are_deleted_after_a_confirmation(browser, ticket):

@@ -429,6 +429,34 @@ def test_row_that_is_read_again_to_be_saved_is_not_written_over(use_database, ma
     assert Draft.objects.get().title == "theirs"
 
 
+def save_twice(serializer, draft):
+    serializer.save()
+    serializer.save(title="again")
+
+
+def save_its_instance_first(serializer, draft):
+    serializer.instance.title = "submitted"
+    serializer.instance.save()
+    serializer.save(title="again")
+
+
+def save_twice_what_was_read_again(serializer, draft):
+    serializer.instance = Draft.objects.get(pk=draft.pk)
+    save_twice(serializer, draft)
+
+
+@pytest.mark.parametrize("save", [save_twice, save_its_instance_first, save_twice_what_was_read_again])
+@pytest.mark.parametrize("make", [*REQUIRED, declaring], ids=["declared", "extra_kwargs", "read_only"])
+def test_own_saves_of_a_request_are_no_conflict_with_the_version_that_was_sent(use_database, make, save):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    sent = make()(draft, data={"title": "mine", "revision": "1"})
+    sent.is_valid(raise_exception=True)
+    save(sent, draft)
+    found = Draft.objects.get()
+    assert (found.title, found.revision) == ("again", 3)
+
+
 def test_conflict_found_by_the_save_is_answered_like_one_found_before(use_database):
     use_database("default")
     draft = Draft.objects.create(title="first")
@@ -619,7 +647,15 @@ class WithoutSerializer(Lenient):
         return Response({"title": draft.title})
 
 
-@pytest.mark.parametrize("kind", [InContext, InBetween, Locked, WithoutSerializer])
+class After(Lenient):
+    """It answers with what it reads after the save."""
+
+    def update(self, request, **kwargs):
+        super().update(request, **kwargs)
+        return Response(self.get_serializer(self.get_object()).data)
+
+
+@pytest.mark.parametrize("kind", [InContext, InBetween, Locked, WithoutSerializer, After])
 def test_object_that_is_read_twice_may_be_written_and_its_tag_is_that_of_the_next_read(use_database, kind):
     use_database("default")
     draft, view = Draft.objects.create(title="first"), kind.as_view(if_match_required=["PUT"])
