@@ -3,12 +3,12 @@
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from tests import servers
 from tests.servers import Server
@@ -62,12 +62,15 @@ class Cluster:
         return self._clients[node.port].execute_command(*command)
 
     def heal(self) -> None:
-        """Start or resume every node, and wait until every slot is served and none moves, and replicas are in sync."""
+        """Start or resume every node, and wait until every slot is served and none moves, and replicas are in sync.
+
+        A replica learns where a slot has moved to a moment after the masters, and may be the node that tests ask.
+        """
         for node in self.nodes:
             node.resume()
             if node.process is None or node.process.poll() is not None:
                 node.start()
-        until(lambda: all(self._is_well(node) for node in self.nodes))
+        until(lambda: all(self._is_well(node) for node in self.nodes) and len(set(map(self._slots, self.nodes))) == 1)
         self.be(PATIENT)
 
     def be(self, milliseconds: int) -> None:
@@ -88,11 +91,7 @@ class Cluster:
     def master_of(self, key: str) -> Server:
         """Return the master that has the slot of a key, as the first running node sees it."""
         slot = self.slot(key)
-        (owner,) = {
-            servers[0][1]
-            for first, last, *servers in self.ask(self.running[0], "CLUSTER", "SLOTS")
-            if first <= slot <= last
-        }
+        (owner,) = {port for first, last, port in self._slots(self.running[0]) if first <= slot <= last}
         return self.at(owner)
 
     def replica_of(self, master: Server) -> Server:
@@ -139,11 +138,16 @@ class Cluster:
             return bool(self.ask(replica, "ROLE")[0] == "master" and self.ask(master, "ROLE")[0] == "slave")
 
         for _ in range(int(WITHIN)):
-            self.ask(replica, "CLUSTER", "FAILOVER")
+            with suppress(ResponseError):  # It may have become the master since the last look.
+                self.ask(replica, "CLUSTER", "FAILOVER")
             if comes(has_switched, CALM / 1000):
                 break
         self.be(PATIENT)
         return replica
+
+    def _slots(self, node: Server) -> frozenset[tuple[int, int, int]]:
+        """Return the first and last slot of each range, and the port of its master, as a node sees them."""
+        return frozenset((first, last, masters[0][1]) for first, last, *masters in self.ask(node, "CLUSTER", "SLOTS"))
 
     def _life(self, key: str) -> int:
         left = int(self.ask(self.master_of(key), "PTTL", key))
