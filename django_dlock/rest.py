@@ -262,7 +262,7 @@ class VersionedSerializerMixin(_Serializer):
         return version
 
     def _dlock_makes_new(self) -> bool:
-        """Return whether the data are of a new object; nobody but the outermost serializer of one object knows."""
+        """Return whether the data are of a new object, which only the outermost serializer of one object knows."""
         instance: Any = self.instance
         return self.root is self and (instance is None or (isinstance(instance, Model) and not _is_saved(instance)))
 

@@ -106,7 +106,7 @@ def set_lock_clause(locked: Any, **words: Any) -> None:
 
 
 def exchange_query(rows: Any, kind: type[Query]) -> None:
-    """Give a queryset its query as one of another class, and leave the kind of its rows as it is.
+    """Exchange the query of a queryset for one of another class, and leave the kind of its rows as it is.
 
     Django's own setter makes dicts of all rows that are no instances.
     """
