@@ -168,7 +168,8 @@ def note_written(
     for known, instance in written.items():
         if known in next_versions:
             set_committed_value(instance, version_key(mapper), next_versions[known])
-            session.expire(instance, derived)  # SQLAlchemy sets only what the statement was given.
+            if derived:  # SQLAlchemy sets only what the statement was given.
+                session.expire(instance, derived)
         else:
             instance_state(instance).info[_READ_LATE] = True
 
