@@ -135,7 +135,10 @@ def _hash(value: Any) -> int:
         return hash(frozenset((name, _hash(each)) for name, each in value.items()))
     if isinstance(value, list | tuple):
         return hash(tuple(map(_hash, value)))
-    return hash(value)
+    try:
+        return hash(value)
+    except TypeError:  # Such as a set, by a decoder of the program's own.
+        return 0
 
 
 def _plain(key: Any) -> Any:

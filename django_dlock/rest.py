@@ -12,7 +12,7 @@ from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
-from django_dlock.version_field import SentVersion
+from django_dlock.version_field import SentVersion, is_compared, note_compared
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -37,6 +37,8 @@ _OBJECT_ACTIONS = (None, "retrieve", "create", "update", "partial_update")
 """Actions that return the object itself; None stands for generic views, which have no actions."""
 _METHOD_OF_ACTION = {"update": "PUT", "partial_update": "PATCH", "destroy": "DELETE"}
 """The methods of the actions that change the object itself; a route may give them others, such as POST."""
+_IF_MATCH = "If-Match"
+"""What an instance was compared with, in place of a version that was sent."""
 _NO_OBJECT_ACTIONS = ("list", "create")
 """Actions that change no object that exists; your own say so by `detail=False`."""
 
@@ -110,7 +112,7 @@ class PreconditionMixin(_View):
 
     def _dlock_check(self, instance: Any) -> None:
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
-        same = [(each, is_known) for each, is_known in self._dlock_checked if each == instance]
+        same = [each for each in self._dlock_checked if each[0] == instance and is_compared(each[0], _IF_MATCH)]
         is_known = next((known for each, known in same if read_version(each) == read_version(instance)), None)
         if is_known is None:
             is_known = self._dlock_is_known(instance)
@@ -120,13 +122,17 @@ class PreconditionMixin(_View):
         """Check the preconditions, and return whether the client has the object."""
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
         method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
-        return method == self.request.method and check_preconditions(
+        if method != self.request.method:
+            return False
+        is_known = check_preconditions(
             self.request,
             instance,
             required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
             accept_weak=self.accept_weak,
             variant=self._dlock_variant(),
         )
+        note_compared(instance, _IF_MATCH)
+        return is_known
 
     def _dlock_has_checked(self, instance: Any) -> bool:
         return any(each is instance for each, _ in self._dlock_checked)
@@ -211,9 +217,9 @@ class VersionedSerializerMixin(_Serializer):
 
     A version among the data of a change has to be that of the instance; so has a field of another name whose `source`
     is the version. It stays in `validated_data`, under the model's name for it, so that the first save of an instance
-    that was read again, and is not the serializer's own, compares it, too. A change without one is not compared, unless
-    you declare the field as required: then each change needs it, also a PATCH. With `allow_null=True` a null counts as
-    not sent.
+    that was read again, also in place as by `instance.lock_row()`, compares it, too. A change without one is not
+    compared, unless you declare the field as required: then each change needs it, also a PATCH. With `allow_null=True`
+    a null counts as not sent.
 
     A serializer of one object without an instance makes a new object, which needs no version and gets its own. In
     nested data and lists, where the serializer does not know the instance, declare the field and compare the versions
@@ -257,8 +263,10 @@ class VersionedSerializerMixin(_Serializer):
 
     def _dlock_compared(self, version: SentVersion) -> SentVersion:
         instance = unwrapped(self.instance)
-        if _is_saved(instance) and version.compare_with(instance) and version != (read := read_version(instance)):
-            raise emit_conflict(StaleObject(instance, expected=version, found=read))
+        if _is_saved(instance):
+            if version != (read := read_version(instance)):
+                raise emit_conflict(StaleObject(instance, expected=version, found=read))
+            note_compared(instance, int(version))
         return version
 
     def _dlock_makes_new(self) -> bool:

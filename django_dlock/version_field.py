@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "read_version"]
+__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "is_compared", "note_compared", "read_version"]
 
+_COMPARED: Final = "_dlock_compared"
+"""Attribute of an instance that keeps what it was compared with since it was read."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -42,22 +44,10 @@ class LateVersion(int):
 
 
 class SentVersion(int):
-    """A version that a client has sent: each instance to which it is assigned is compared with it once.
+    """A version that a client has sent: an instance to which it is assigned is compared with it once for each read.
 
     A view may save an instance several times, and its own writes count the version up from there.
     """
-
-    def __init__(self, _: int) -> None:
-        self._compared: list[Any] = []
-
-    def __deepcopy__(self, _: Any) -> SentVersion:
-        return self
-
-    def compare_with(self, instance: Any) -> bool:
-        """Return whether an instance has not been compared with this version before, and remember that it has."""
-        is_new = not any(each is instance for each in self._compared)
-        self._compared.append(instance)
-        return is_new
 
 
 class _FirstVersion(Func):
@@ -78,9 +68,10 @@ class _VersionAttribute(DeferredAttribute):
 
     def __set__(self, instance: Any, number: Any) -> None:
         if isinstance(number, SentVersion):
-            if not number.compare_with(instance):
+            if is_compared(instance, int(number)):
                 return
             number = int(number)
+            note_compared(instance, number)
         name, values = self.field.attname, vars(instance)
         former = values.get(name, ABSENT)
         values[name] = number
@@ -167,7 +158,8 @@ class VersionField(_BigIntegerField):
     def mark_read(self, instance: Any, fields: Collection[str]) -> None:
         """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
-        values.pop(READ_VERSION, None)
+        for each in (READ_VERSION, _COMPARED):
+            values.pop(each, None)
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
         is_late = any(each.attname in values and each.attname not in fields for each in others)
         values[self.attname] = _marked(values[self.attname], is_late=is_late)
@@ -179,6 +171,16 @@ class VersionField(_BigIntegerField):
         values[name] = before + 1
         values.pop(READ_VERSION, None)
         restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT}, using=using)
+
+
+def note_compared(instance: Any, sent: Any) -> None:
+    """Remember that a request has compared an instance, as it was read, with what the client has sent."""
+    vars(instance).setdefault(_COMPARED, set()).add(sent)
+
+
+def is_compared(instance: Any, sent: Any) -> bool:
+    """Return whether an instance was compared with this since it was read; only this request has written it since."""
+    return sent in vars(instance).get(_COMPARED, ())
 
 
 def read_version(instance: Any) -> int:

@@ -78,20 +78,20 @@ def _take_left_out(state: InstanceState[Any]) -> set[str]:
     so it is removed here: the next one is that of the next query. Only a column that was not in memory before it, and
     was not assigned since, has been read by that query in spite of its callable, which is an earlier query's.
     """
-    absent = state.info.pop(_ABSENT, frozenset())
+    absent = state.info.pop(_ABSENT, ())
     if not state.callables:
         return set()
     present = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
     for each in present:
         del state.callables[each]
-    state.info[_ABSENT] = frozenset(state.callables)
+    state.info[_ABSENT] = tuple(state.callables)
     return {each for each in present if each not in absent or each in state.committed_state}
 
 
 @event.listens_for(Mapper, "load", raw=True)
 def _on_load(state: InstanceState[Any], context: Any) -> None:
     if state.callables and state.mapper.version_id_col is not None:
-        state.info[_ABSENT] = frozenset(state.callables)
+        state.info[_ABSENT] = tuple(state.callables)
 
 
 @event.listens_for(Mapper, "after_update", raw=True)

@@ -429,6 +429,20 @@ def test_row_that_is_read_again_to_be_saved_is_not_written_over(use_database, ma
     assert Draft.objects.get().title == "theirs"
 
 
+@pytest.mark.parametrize("make", [*REQUIRED, declaring], ids=["declared", "extra_kwargs", "read_only"])
+def test_row_that_is_read_again_in_place_to_be_saved_is_not_written_over(use_database, make):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    sent = make()(draft, data={"title": "mine", "revision": "1"})
+    sent.is_valid(raise_exception=True)
+    Draft.objects.update(title="theirs")
+    draft.refresh_from_db()
+    for _ in range(2):
+        with pytest.raises(StaleObject):
+            sent.save()
+    assert Draft.objects.get().title == "theirs"
+
+
 def save_twice(serializer, draft):
     serializer.save()
     serializer.save(title="again")
@@ -645,6 +659,21 @@ class WithoutSerializer(Lenient):
         draft.title = request.data["title"]
         draft.save()
         return Response({"title": draft.title})
+
+
+def test_object_that_was_read_again_in_place_does_not_spare_the_next_one_its_check(use_database):
+    class Reading(Lenient):
+        def update(self, request, **kwargs):
+            first = self.get_object()
+            Draft.objects.update(title="theirs")
+            first.refresh_from_db()
+            return super().update(request, **kwargs)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    with pytest.raises(PreconditionFailed):
+        send(Reading.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert Draft.objects.get().title == "theirs"
 
 
 class After(Lenient):
