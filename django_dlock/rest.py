@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
@@ -12,7 +13,7 @@ from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
-from django_dlock.version_field import SentVersion, is_compared, note_compared
+from django_dlock.version_field import SentVersion, has_had
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -37,8 +38,6 @@ _OBJECT_ACTIONS = (None, "retrieve", "create", "update", "partial_update")
 """Actions that return the object itself; None stands for generic views, which have no actions."""
 _METHOD_OF_ACTION = {"update": "PUT", "partial_update": "PATCH", "destroy": "DELETE"}
 """The methods of the actions that change the object itself; a route may give them others, such as POST."""
-_IF_MATCH = "If-Match"
-"""What an instance was compared with, in place of a version that was sent."""
 _NO_OBJECT_ACTIONS = ("list", "create")
 """Actions that change no object that exists; your own say so by `detail=False`."""
 
@@ -67,6 +66,20 @@ def _methods(given: Any, view: Any) -> set[str]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """An object that was checked, with the version that it had then."""
+
+    instance: Any
+    is_known: bool | None
+    """Whether the client has the object; None if nothing was compared."""
+    version: int
+
+    def holds(self) -> bool:
+        """Return whether the object was compared, and all that has been written since came from this request."""
+        return self.is_known is not None and has_had(self.instance, self.version)
+
+
 class PreconditionMixin(_View):
     """A mixin to the left of a viewset or view: answers carry an ETag, and a change needs the version that was seen.
 
@@ -88,8 +101,7 @@ class PreconditionMixin(_View):
     accept_weak: ClassVar[bool] = False
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
-    _dlock_checked: Sequence[tuple[Any, bool]] = ()
-    """Each object that was checked, and whether the client has it."""
+    _dlock_checked: Sequence[_Checked] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -112,30 +124,27 @@ class PreconditionMixin(_View):
 
     def _dlock_check(self, instance: Any) -> None:
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
-        same = [each for each in self._dlock_checked if each[0] == instance and is_compared(each[0], _IF_MATCH)]
-        is_known = next((known for each, known in same if read_version(each) == read_version(instance)), None)
-        if is_known is None:
-            is_known = self._dlock_is_known(instance)
-        self._dlock_checked = [*self._dlock_checked, (instance, is_known)]
+        same = [each for each in self._dlock_checked if each.instance == instance and each.holds()]
+        now = next((each for each in same if read_version(each.instance) == read_version(instance)), None)
+        is_known = self._dlock_is_known(instance) if now is None else now.is_known
+        self._dlock_checked = [*self._dlock_checked, _Checked(instance, is_known, read_version(instance))]
 
-    def _dlock_is_known(self, instance: Any) -> bool:
-        """Check the preconditions, and return whether the client has the object."""
+    def _dlock_is_known(self, instance: Any) -> bool | None:
+        """Check the preconditions, and return whether the client has the object; None if nothing was compared."""
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
         method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
         if method != self.request.method:
-            return False
-        is_known = check_preconditions(
+            return None
+        return check_preconditions(
             self.request,
             instance,
             required=self._dlock_requires(method) or self._dlock_is_plain_post(method),
             accept_weak=self.accept_weak,
             variant=self._dlock_variant(),
         )
-        note_compared(instance, _IF_MATCH)
-        return is_known
 
     def _dlock_has_checked(self, instance: Any) -> bool:
-        return any(each is instance for each, _ in self._dlock_checked)
+        return any(each.instance is instance and each.holds() for each in self._dlock_checked)
 
     def _dlock_requires(self, method: str | None) -> bool:
         """Return whether a request needs If-Match, by its method or by the usual method of its action."""
@@ -159,7 +168,9 @@ class PreconditionMixin(_View):
     def handle_exception(self, exc: Any) -> Any:
         """Answer a conflict of a row that was checked with 412, as any other, whichever instance of it was saved."""
         if isinstance(exc, StaleObject):
-            exc.instance = next((each for each, _ in self._dlock_checked if each == exc.instance), exc.instance)
+            exc.instance = next(
+                (each.instance for each in self._dlock_checked if each.instance == exc.instance), exc.instance
+            )
         return super().handle_exception(exc)
 
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +180,8 @@ class PreconditionMixin(_View):
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
         if shows_it and (shown := self._dlock_shown(response)) is not None:
             response.headers.setdefault("ETag", etag_of(shown, variant=self._dlock_variant()))
-            if any(is_known for each, is_known in self._dlock_checked if each is shown):
+            version = read_version(shown)
+            if any(each.is_known for each in self._dlock_checked if each.instance is shown and each.version == version):
                 response.status_code, response.data = 304, None
         return response
 
@@ -179,7 +191,7 @@ class PreconditionMixin(_View):
         A response that does not say so shows the instance that was written, which has the greatest version, or to a
         reader the oldest: with the tag of a newer one, a client could overwrite what it has not seen.
         """
-        checked = [each for each, _ in self._dlock_checked]
+        checked = [each.instance for each in self._dlock_checked]
         # With many=True the serializer's instance is a list.
         instance = unwrapped(getattr(getattr(getattr(response, "data", None), "serializer", None), "instance", None))
         if isinstance(instance, Model) and (instance in checked or (response.status_code == 201 and not checked)):
@@ -188,7 +200,12 @@ class PreconditionMixin(_View):
         return choose((each for each in checked if each == checked[-1]), key=read_version, default=None)
 
     def _require_checked(self, instance: Any) -> None:
-        if not self._dlock_has_checked(unwrapped(instance)):
+        instance = unwrapped(instance)
+        if self._dlock_has_checked(instance):
+            return
+        if any(each.instance is instance for each in self._dlock_checked):  # It was read again since, in place.
+            self._dlock_check(instance)
+        else:
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
                 "write the object that self.get_object() returns"
@@ -266,7 +283,7 @@ class VersionedSerializerMixin(_Serializer):
         if _is_saved(instance):
             if version != (read := read_version(instance)):
                 raise emit_conflict(StaleObject(instance, expected=version, found=read))
-            note_compared(instance, int(version))
+            version.note_compared(instance)
         return version
 
     def _dlock_makes_new(self) -> bool:

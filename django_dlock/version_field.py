@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "is_compared", "note_compared", "read_version"]
+__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "has_had", "read_version"]
 
-_COMPARED: Final = "_dlock_compared"
-"""Attribute of an instance that keeps what it was compared with since it was read."""
+_FIRST_OWN: Final = "_dlock_first_own"
+"""Attribute of an instance that keeps the version before the first of its own writes, after which nobody else wrote."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -44,10 +44,27 @@ class LateVersion(int):
 
 
 class SentVersion(int):
-    """A version that a client has sent: an instance to which it is assigned is compared with it once for each read.
+    """A version that a client has sent: no conflict with the writes of an instance that was once compared with it.
 
     A view may save an instance several times, and its own writes count the version up from there.
     """
+
+    def __init__(self, _: int) -> None:
+        self._compared: list[Any] = []
+
+    def __deepcopy__(self, _: Any) -> SentVersion:
+        return self
+
+    def __reduce__(self) -> Any:
+        return SentVersion, (int(self),)  # Another process has other instances.
+
+    def note_compared(self, instance: Any) -> None:
+        """Remember that an instance is compared with this version, now or by its next save."""
+        self._compared.append(instance)
+
+    def is_met(self, instance: Any) -> bool:
+        """Return whether an instance was compared before, and only its own writes have come after this version."""
+        return any(each is instance for each in self._compared) and has_had(instance, int(self))
 
 
 class _FirstVersion(Func):
@@ -68,10 +85,10 @@ class _VersionAttribute(DeferredAttribute):
 
     def __set__(self, instance: Any, number: Any) -> None:
         if isinstance(number, SentVersion):
-            if is_compared(instance, int(number)):
+            if number.is_met(instance):
                 return
+            number.note_compared(instance)
             number = int(number)
-            note_compared(instance, number)
         name, values = self.field.attname, vars(instance)
         former = values.get(name, ABSENT)
         values[name] = number
@@ -117,6 +134,7 @@ class VersionField(_BigIntegerField):
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:  # The instance may be a clone: whatever version it carries belongs to the original.
+            vars(model_instance).pop(_FIRST_OWN, None)
             number = vars(model_instance)[self.attname] = first_version()
             return number
         # The models inside migrations do not have the mixin's methods, but their saves must increment the version, too.
@@ -158,8 +176,8 @@ class VersionField(_BigIntegerField):
     def mark_read(self, instance: Any, fields: Collection[str]) -> None:
         """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
-        for each in (READ_VERSION, _COMPARED):
-            values.pop(each, None)
+        if values.pop(READ_VERSION, ABSENT) != values[self.attname]:
+            values.pop(_FIRST_OWN, None)  # The same version proves that nobody else has written in between.
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
         is_late = any(each.attname in values and each.attname not in fields for each in others)
         values[self.attname] = _marked(values[self.attname], is_late=is_late)
@@ -167,20 +185,18 @@ class VersionField(_BigIntegerField):
     def count_up(self, instance: Any, using: str) -> None:
         """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
         values, name = vars(instance), self.attname
-        before = values[name]
+        before, first = values[name], values.get(_FIRST_OWN, ABSENT)
         values[name] = before + 1
+        values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
-        restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT}, using=using)
+        restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first}, using=using)
 
 
-def note_compared(instance: Any, sent: Any) -> None:
-    """Remember that a request has compared an instance, as it was read, with what the client has sent."""
-    vars(instance).setdefault(_COMPARED, set()).add(sent)
-
-
-def is_compared(instance: Any, sent: Any) -> bool:
-    """Return whether an instance was compared with this since it was read; only this request has written it since."""
-    return sent in vars(instance).get(_COMPARED, ())
+def has_had(instance: Any, version: int) -> bool:
+    """Return whether an instance has this version, or had it before writes that were all its own."""
+    values = vars(instance)
+    current = values.get(READ_VERSION, values.get(instance._dlock_version.attname))
+    return isinstance(current, int) and values.get(_FIRST_OWN, current) <= version <= current
 
 
 def read_version(instance: Any) -> int:

@@ -1,5 +1,6 @@
 """Django REST framework: ETag and If-Match on a viewset."""
 
+import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -459,7 +460,13 @@ def save_twice_what_was_read_again(serializer, draft):
     save_twice(serializer, draft)
 
 
-@pytest.mark.parametrize("save", [save_twice, save_its_instance_first, save_twice_what_was_read_again])
+def refresh_between(serializer, draft):
+    serializer.save()
+    draft.refresh_from_db()
+    serializer.save(title="again")
+
+
+@pytest.mark.parametrize("save", [save_twice, save_its_instance_first, save_twice_what_was_read_again, refresh_between])
 @pytest.mark.parametrize("make", [*REQUIRED, declaring], ids=["declared", "extra_kwargs", "read_only"])
 def test_own_saves_of_a_request_are_no_conflict_with_the_version_that_was_sent(use_database, make, save):
     use_database("default")
@@ -659,6 +666,67 @@ class WithoutSerializer(Lenient):
         draft.title = request.data["title"]
         draft.save()
         return Response({"title": draft.title})
+
+
+def test_version_sent_in_a_list_is_compared_by_each_request_and_in_each_attempt(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    for title, version in (("second", 1), ("mine", 1), ("mine", 0)):
+        (item,) = validated_list(draft.pk, title, version)
+        draft.revision = item["revision"]
+        draft.title = title
+        for _ in range(2):
+            with pytest.raises(StaleObject) if title == "mine" else contextlib.nullcontext():
+                draft.save()
+        draft.refresh_from_db()
+    assert Draft.objects.get().title == "second"
+
+
+def validated_list(key, title, version):
+    """Return the data of a list of items, each with the version that its client has seen."""
+
+    class Item(VersionedSerializerMixin, serializers.ModelSerializer):
+        revision = serializers.IntegerField()
+
+        class Meta:
+            model = Draft
+            fields = ["title", "revision"]
+
+    sent = Item(data=[{"title": title, "revision": version}], many=True)
+    sent.is_valid(raise_exception=True)
+    return sent.validated_data
+
+
+def test_object_that_get_object_reads_again_in_place_is_compared_again(use_database):
+    class Locking(Lenient):
+        def get_object(self):
+            found = super().get_object()
+            Draft.objects.update(title="theirs")
+            found.refresh_from_db()
+            return found
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    for method in ("put", "delete"):
+        with pytest.raises(PreconditionFailed):
+            send(Locking.as_view(), method, draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert Draft.objects.get().title == "theirs"
+
+
+def test_object_that_was_read_again_in_place_is_not_what_the_client_has(use_database):
+    class Counting(Lenient):
+        def retrieve(self, request, **kwargs):
+            found = self.get_object()
+            Draft.objects.update(title="theirs")
+            found.refresh_from_db()
+            return Response(self.get_serializer(found).data)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    seen = etag_of(draft, variant="json")
+    shown = Counting.as_view()(APIRequestFactory().get("/", headers={"If-None-Match": seen}), pk=draft.pk)
+    assert (shown.status_code, shown.data["title"]) == (200, "theirs")
+    assert shown["ETag"] == etag_of(Draft.objects.get(), variant="json")
 
 
 def test_object_that_was_read_again_in_place_does_not_spare_the_next_one_its_check(use_database):
