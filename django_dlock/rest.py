@@ -74,10 +74,14 @@ class _Checked:
     is_known: bool | None
     """Whether the client has the object; None if nothing was compared."""
     version: int
+    origin: _Checked | None
+    """The object that was compared in its place, and had its version: a rollback may undo that."""
 
     def holds(self) -> bool:
         """Return whether the object was compared, and all that has been written since came from this request."""
-        return self.is_known is not None and has_had(self.instance, self.version)
+        if self.is_known is None or not has_had(self.instance, self.version):
+            return False
+        return self.origin is None or (self.origin.holds() and has_had(self.origin.instance, self.version))
 
 
 class PreconditionMixin(_View):
@@ -125,9 +129,11 @@ class PreconditionMixin(_View):
     def _dlock_check(self, instance: Any) -> None:
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
         same = [each for each in self._dlock_checked if each.instance == instance and each.holds()]
-        now = next((each for each in same if read_version(each.instance) == read_version(instance)), None)
-        is_known = self._dlock_is_known(instance) if now is None else now.is_known
-        self._dlock_checked = [*self._dlock_checked, _Checked(instance, is_known, read_version(instance))]
+        require_version(type(instance))
+        version = read_version(instance)
+        now = next((each for each in same if read_version(each.instance) == version), None)
+        is_known = self._dlock_is_known(instance) if now is None else bool(now.is_known and now.version == version)
+        self._dlock_checked = [*self._dlock_checked, _Checked(instance, is_known, version, now)]
 
     def _dlock_is_known(self, instance: Any) -> bool | None:
         """Check the preconditions, and return whether the client has the object; None if nothing was compared."""

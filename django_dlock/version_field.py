@@ -59,7 +59,7 @@ class SentVersion(int):
         return SentVersion, (int(self),)  # Another process has other instances.
 
     def note_compared(self, instance: Any) -> None:
-        """Remember that an instance is compared with this version, now or by its next save."""
+        """Remember that an instance was found to have this version."""
         self._compared.append(instance)
 
     def is_met(self, instance: Any) -> bool:
@@ -87,7 +87,8 @@ class _VersionAttribute(DeferredAttribute):
         if isinstance(number, SentVersion):
             if number.is_met(instance):
                 return
-            number.note_compared(instance)
+            if number == vars(instance).get(READ_VERSION, vars(instance).get(self.field.attname)):
+                number.note_compared(instance)
             number = int(number)
         name, values = self.field.attname, vars(instance)
         former = values.get(name, ABSENT)

@@ -713,6 +713,55 @@ def test_object_that_get_object_reads_again_in_place_is_compared_again(use_datab
     assert Draft.objects.get().title == "theirs"
 
 
+@pytest.mark.parametrize("method", ["put", "delete"])
+def test_object_that_a_rolled_back_write_of_the_request_has_shown_vouches_for_no_other(use_database, method):
+    class Trying(Lenient):
+        def initial(self, request, *args, **kwargs):
+            super().initial(request, *args, **kwargs)
+            with contextlib.suppress(LookupError), transaction.atomic():
+                first = self.get_object()
+                first.title = "undone"
+                first.save()
+                self.get_object()
+                raise LookupError
+            Draft.objects.update(title="theirs")
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    with pytest.raises(PreconditionFailed):
+        send(Trying.as_view(), method, draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert Draft.objects.get().title == "theirs"
+
+
+def test_object_that_the_request_itself_has_written_is_not_what_the_client_has(use_database):
+    class Counting(Lenient):
+        def retrieve(self, request, **kwargs):
+            found = self.get_object()
+            found.title = "counted"
+            found.save()
+            return super().retrieve(request, **kwargs)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    seen = etag_of(draft, variant="json")
+    shown = Counting.as_view()(APIRequestFactory().get("/", headers={"If-None-Match": seen}), pk=draft.pk)
+    assert (shown.status_code, shown.data["title"]) == (200, "counted")
+
+
+def test_version_sent_in_a_list_is_compared_in_each_attempt_of_an_instance_that_outlives_its_request(use_database):
+    use_database("default")
+    kept = Draft.objects.create(title="first")
+    (first,), (second,) = (validated_list(kept.pk, "x", 1) for _ in range(2))
+    kept.revision, kept.title = first["revision"], "second"
+    kept.save()
+    for _ in range(3):
+        kept.revision, kept.title = second["revision"], "mine"
+        with pytest.raises(StaleObject):
+            kept.save()
+        kept.refresh_from_db()
+    assert Draft.objects.get().title == "second"
+
+
 def test_object_that_was_read_again_in_place_is_not_what_the_client_has(use_database):
     class Counting(Lenient):
         def retrieve(self, request, **kwargs):
