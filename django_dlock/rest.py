@@ -127,10 +127,10 @@ class PreconditionMixin(_View):
         return super().get_object()
 
     def _dlock_check(self, instance: Any) -> None:
-        # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
-        same = [each for each in self._dlock_checked if each.instance == instance and each.holds()]
         require_version(type(instance))
         version = read_version(instance)
+        # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
+        same = [each for each in self._dlock_checked if each.instance == instance and each.holds()]
         now = next((each for each in same if read_version(each.instance) == version), None)
         is_known = self._dlock_is_known(instance) if now is None else bool(now.is_known and now.version == version)
         self._dlock_checked = [*self._dlock_checked, _Checked(instance, is_known, version, now)]

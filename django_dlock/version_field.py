@@ -27,7 +27,7 @@ else:
 __all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "has_had", "read_version"]
 
 _FIRST_OWN: Final = "_dlock_first_own"
-"""Attribute of an instance that keeps the version before the first of its own writes, after which nobody else wrote."""
+"""Attribute of an instance that keeps the version before the first of its own writes, if no other write came after."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -87,7 +87,7 @@ class _VersionAttribute(DeferredAttribute):
         if isinstance(number, SentVersion):
             if number.is_met(instance):
                 return
-            if number == vars(instance).get(READ_VERSION, vars(instance).get(self.field.attname)):
+            if number == _as_read(instance):
                 number.note_compared(instance)
             number = int(number)
         name, values = self.field.attname, vars(instance)
@@ -178,7 +178,7 @@ class VersionField(_BigIntegerField):
         """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
         if values.pop(READ_VERSION, ABSENT) != values[self.attname]:
-            values.pop(_FIRST_OWN, None)  # The same version proves that nobody else has written in between.
+            values.pop(_FIRST_OWN, None)  # The same version proves that no other write came in between.
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
         is_late = any(each.attname in values and each.attname not in fields for each in others)
         values[self.attname] = _marked(values[self.attname], is_late=is_late)
@@ -195,9 +195,14 @@ class VersionField(_BigIntegerField):
 
 def has_had(instance: Any, version: int) -> bool:
     """Return whether an instance has this version, or had it before writes that were all its own."""
+    current = _as_read(instance)
+    return isinstance(current, int) and vars(instance).get(_FIRST_OWN, current) <= version <= current
+
+
+def _as_read(instance: Any) -> Any:
+    """Return the version that an instance was read or written with, whatever was assigned to it since."""
     values = vars(instance)
-    current = values.get(READ_VERSION, values.get(instance._dlock_version.attname))
-    return isinstance(current, int) and values.get(_FIRST_OWN, current) <= version <= current
+    return values.get(READ_VERSION, values.get(instance._dlock_version.attname))
 
 
 def read_version(instance: Any) -> int:
