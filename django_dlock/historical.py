@@ -13,7 +13,7 @@ from django.db.models import F
 from django.db.models.signals import class_prepared
 from django.dispatch import receiver
 
-from django_dlock.querysets import CountingQuerySet
+from django_dlock.versioned_querysets import CountingQuerySet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,8 +15,9 @@ from django.db.models.fields.files import FieldFile
 from django.db.models.query_utils import DeferredAttribute
 
 from django_dlock.connections import restore_on_rollback
-from django_dlock.querysets import LockManager, RowLock, RowLockOptions, RowLockQuerySet, row_name
+from django_dlock.querysets import RowLock, RowLockOptions, RowLockQuerySet, row_name
 from django_dlock.refresh import fields_read
+from django_dlock.versioned_querysets import LockManager
 from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:

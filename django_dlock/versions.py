@@ -15,10 +15,10 @@ from django_dlock import historical  # noqa: F401 - its receiver
 from django_dlock.comparisons import found_versions
 from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
-from django_dlock.querysets import LockManager, VersionedQuerySet
 from django_dlock.refresh import fields_read
 from django_dlock.transactions import ABSENT
 from django_dlock.version_field import NEXT, READ_VERSION, VersionField, read_version
+from django_dlock.versioned_querysets import LockManager, VersionedQuerySet
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.options import NOT_GIVEN, NotGiven
 from dlock_core.sql.versions import require_sent

@@ -20,8 +20,7 @@ from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.utils.functional import SimpleLazyObject
 
 from django_dlock.errors import NotSupported, StaleObject
-from django_dlock.querysets import LockManager
-from django_dlock.versions import VersionedMixin, VersionField
+from django_dlock.versions import LockManager, VersionedMixin, VersionField
 from dlock_core import errors as core
 from dlock_core.sql import versions
 from tests import processes

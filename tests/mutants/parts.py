@@ -134,6 +134,7 @@ PARTS: Final = {
             "dlock_core/sql/versions.py",
             "django_dlock/version_field.py",
             "django_dlock/versions.py",
+            "django_dlock/versioned_querysets.py",
             "django_dlock/comparisons.py",
             "django_dlock/lazy.py",
             "django_dlock/refresh.py",
@@ -146,7 +147,15 @@ PARTS: Final = {
             "tests/sqla_dlock/test_versions.py tests/sqla_dlock/test_versions_mapping.py",
             "tests/sqla_dlock/test_versions_sessions.py tests/sqla_dlock/test_versions_bulk.py",
             "tests/sqla_dlock/test_versions_expected.py tests/sqla_dlock/test_versions_undone.py",
-            "tests/sqla_dlock/test_aggregates.py",
+            "tests/sqla_dlock/test_versions_savepoints.py tests/sqla_dlock/test_versions_model.py",
+            "tests/sqla_dlock/test_aggregates.py tests/django_dlock/test_versions_model.py",
+        ),
+    ),
+    "requests": Part(
+        ("django_dlock/rest.py", "django_dlock/preconditions.py", "django_dlock/version_field.py"),
+        (
+            "tests/django_dlock/test_rest.py tests/django_dlock/test_preconditions.py",
+            "tests/django_dlock/test_versions.py tests/django_dlock/test_forms.py",
         ),
     ),
 }
