@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, MetaData, select
+from sqlalchemy import Engine, MetaData, event, select
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import Session
 
 from dlock_core import connect
 from dlock_core.backends.memory import MemoryBackend
@@ -21,6 +22,7 @@ from tests.servers import Server
 from tests.sqla_dlock.engines import ASYNC, SYNC, missing_driver, new_async_engine, new_engine, server_of
 from tests.sqla_dlock.models import Base
 from tests.sqla_dlock.sessions import run_sql
+from tests.sqla_dlock.version_models import Order
 
 METADATA: list[MetaData] = [Base.metadata, fence_metadata]
 CREATE = {"postgresql": "CREATE DATABASE sqla", "mariadb": "CREATE DATABASE sqla CHARACTER SET utf8mb4"}
@@ -95,6 +97,34 @@ async def make_async_engine(sqla_tables: Callable[[str], Engine]) -> AsyncIterat
 def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
     """Every driver for threads in turn; `parametrize("engine", ["postgresql"], indirect=True)` selects some of them."""
     return make_engine(request.param)
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session whose instances keep their state after COMMIT, so that a test can compare it with the row."""
+    with Session(engine, expire_on_commit=False) as session:
+        yield session
+
+
+@pytest.fixture
+def order(session: Session) -> Order:
+    """An order that this session has inserted and committed."""
+    session.add(order := Order(title="old"))
+    session.commit()
+    return order
+
+
+@pytest.fixture
+def statements(engine: Engine) -> Iterator[list[str]]:
+    """The first word of each statement that is sent."""
+    sent: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        sent.append(statement.split(maxsplit=1)[0])
+
+    event.listen(engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(engine, "before_cursor_execute", note)
 
 
 @pytest.fixture(params=ASYNC)

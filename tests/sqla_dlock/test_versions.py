@@ -3,7 +3,6 @@
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,12 +42,6 @@ ONE = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
-@pytest.fixture
 def order(session: Session) -> Order:
     return made(session, Order(title="old"))
 
@@ -78,19 +71,6 @@ def row(session: Session, what: Any = (Order.title, Order.version)) -> tuple[Any
     """Return what the database has, bypassing the identity map."""
     found = session.connection().execute(select(*what)).first()
     return found and tuple(found)
-
-
-@pytest.fixture
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """The first word of each statement that is sent."""
-    sent: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
-        sent.append(statement.split(maxsplit=1)[0])
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 # one UPDATE

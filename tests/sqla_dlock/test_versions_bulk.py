@@ -1,6 +1,5 @@
 """The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 from uuid import uuid4
@@ -10,7 +9,6 @@ from sqlalchemy import (
     ARRAY,
     BigInteger,
     Column,
-    Engine,
     ForeignKey,
     Integer,
     MetaData,
@@ -89,12 +87,6 @@ from tests.sqla_dlock.version_models import (
 )
 
 
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
 def made(session: Session, *instances: Any) -> list[Any]:
     session.add_all(instances)
     session.commit()
@@ -112,18 +104,6 @@ def orders(session: Session) -> list[Order]:
 def rows(session: Session, *columns: Any) -> list[tuple[Any, ...]]:
     """Return what the database has, bypassing the identity map."""
     return [tuple(row) for row in session.connection().execute(select(*columns).order_by(columns[0]))]
-
-
-@pytest.fixture
-def statements(engine: Engine) -> Iterator[list[str]]:
-    sent: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
-        sent.append(statement.split(maxsplit=1)[0])
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 def sent(statements: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """The promises of a version that the caller assigns, of one that was read late, and of rows that are made anew."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Final
@@ -9,7 +8,6 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import (
     DateTime,
-    Engine,
     LargeBinary,
     Numeric,
     StaticPool,
@@ -41,19 +39,6 @@ from sqla_dlock.versions import (
     touch,
 )
 from tests.sqla_dlock.version_models import Code, Counted, Document, Draft, Member, Numbered, Order, Shop
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
-@pytest.fixture
-def order(session: Session) -> Order:
-    session.add(order := Order(title="old"))
-    session.commit()
-    return order
 
 
 def elsewhere(session: Session, sql: str) -> None:

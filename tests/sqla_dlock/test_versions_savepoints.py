@@ -1,28 +1,15 @@
 """What a rollback takes back: versions that were written in it are read again, and prove nothing later."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, bindparam, select, text, update
+from sqlalchemy import bindparam, select, text, update
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from sqla_dlock.versions import save_with_version
 from tests.sqla_dlock.version_models import Order
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
-@pytest.fixture
-def order(session: Session) -> Order:
-    session.add(order := Order(title="old"))
-    session.commit()
-    return order
 
 
 def flush(session: Session, order: Order) -> None:

@@ -66,12 +66,6 @@ class Car(VersionedMixin, Base):
     customer_id: Mapped[str | None] = mapped_column(ForeignKey("sessions_customer.id"))
 
 
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
 def made(session: Session, *instances: Any) -> Any:
     session.add_all(instances)
     session.commit()

@@ -1,10 +1,9 @@
 """Versions after a COMMIT that has committed nothing: what is in memory is read again."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from sqlalchemy import Engine, select, text
+from sqlalchemy import select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -13,19 +12,6 @@ from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.sqla_dlock.version_models import Order
 
 READ = select(Order.title, Order.version)
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine, expire_on_commit=False) as session:
-        yield session
-
-
-@pytest.fixture
-def order(session: Session) -> Order:
-    session.add(order := Order(title="old"))
-    session.commit()
-    return order
 
 
 def fail(session: Session, statement: str) -> None:
