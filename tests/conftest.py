@@ -232,6 +232,13 @@ def create_tables(django_test_environment: None) -> Callable[[str], None]:
     return create
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_the_file() -> Iterator[None]:
+    """Collect what a file has left, so that a socket that it did not close fails one of its own tests, not a later file's."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture
 def garbage_is_collected() -> Iterator[None]:
     """Collect this test's garbage while its own warning filters apply, not in the middle of a later test."""
