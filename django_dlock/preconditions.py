@@ -46,7 +46,7 @@ def etag_of(instance: models.Model, *, variant: str = "") -> str:
     """
     instance = unwrapped(instance)
     require_version(type(instance))
-    return _tag(type(instance), instance.pk, read_version(instance), variant)
+    return tag_of_version(type(instance), instance.pk, read_version(instance), variant)
 
 
 def check_preconditions(
@@ -195,14 +195,15 @@ def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: st
     if found is None:
         raise _not_found(model, key)
     number, version = found
-    return _tag(model, number, version, variant)
+    return tag_of_version(model, number, version, variant)
 
 
 def _not_found(model: type[models.Model], key: Any) -> Http404:
     return Http404(f"{row_name(model, key)} does not exist.")
 
 
-def _tag(model: type[models.Model], key: Any, version: int, variant: str) -> str:
+def tag_of_version(model: type[models.Model], key: Any, version: int, variant: str) -> str:
+    """Return the ETag of a row in one of its versions."""
     table = cast("Any", model._meta.concrete_model)._meta.db_table
     return entity_tag(table, key, version, variant)
 

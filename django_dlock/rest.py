@@ -6,14 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from django.db import connections
 from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
-from django_dlock.preconditions import check_preconditions, etag_of, require_version
-from django_dlock.version_field import SentVersion, has_had
+from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
+from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -40,6 +41,10 @@ _METHOD_OF_ACTION = {"update": "PUT", "partial_update": "PATCH", "destroy": "DEL
 """The methods of the actions that change the object itself; a route may give them others, such as POST."""
 _NO_OBJECT_ACTIONS = ("list", "create")
 """Actions that change no object that exists; your own say so by `detail=False`."""
+
+
+_SHOWN = "_dlock_shown"
+"""Attribute of a serializer that keeps the instance whose data it has made, and the version that it had then."""
 
 
 @guards
@@ -126,20 +131,25 @@ class PreconditionMixin(_View):
         """Return the object after checking permissions, and then preconditions."""
         return super().get_object()
 
-    def _dlock_check(self, instance: Any) -> None:
+    def _dlock_check(self, instance: Any, *, is_write: bool = False) -> None:
         require_version(type(instance))
         version = read_version(instance)
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
-        same = [each for each in self._dlock_checked if each.instance == instance and each.holds()]
-        now = next((each for each in same if read_version(each.instance) == version), None)
-        is_known = self._dlock_is_known(instance) if now is None else bool(now.is_known and now.version == version)
-        self._dlock_checked = [*self._dlock_checked, _Checked(instance, is_known, version, now)]
+        same = (each for each in reversed(self._dlock_checked) if each.instance == instance)
+        former = next((each for each in same if latest_version(each.instance) == version and each.holds()), None)
+        if former is None:
+            checked = _Checked(instance, self._dlock_is_known(instance, is_write=is_write), version, None)
+        elif former.version == version:  # What was compared is the very version that this instance has.
+            checked = _Checked(instance, former.is_known, version, former.origin)
+        else:
+            checked = _Checked(instance, is_known=False, version=version, origin=former)
+        self._dlock_checked = [*self._dlock_checked, checked]
 
-    def _dlock_is_known(self, instance: Any) -> bool | None:
+    def _dlock_is_known(self, instance: Any, *, is_write: bool) -> bool | None:
         """Check the preconditions, and return whether the client has the object; None if nothing was compared."""
         # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
-        method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
-        if method != self.request.method:
+        method = self.request.method
+        if method != self.request._request.method and not is_write:  # noqa: SLF001 - it has no public name
             return None
         return check_preconditions(
             self.request,
@@ -184,33 +194,45 @@ class PreconditionMixin(_View):
         response = super().finalize_response(request, response, *args, **kwargs)
         self._require_any_check(request, response)
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
-        if shows_it and (shown := self._dlock_shown(response)) is not None:
-            response.headers.setdefault("ETag", etag_of(shown, variant=self._dlock_variant()))
-            version = read_version(shown)
+        shown, version = self._dlock_shown(response) if shows_it else (None, None)
+        if shown is not None and version is not None and not _is_to_be_rolled_back(shown):
+            tag = tag_of_version(type(shown), shown.pk, version, self._dlock_variant())
+            response.headers.setdefault("ETag", tag)
             if any(each.is_known for each in self._dlock_checked if each.instance is shown and each.version == version):
                 response.status_code, response.data = 304, None
         return response
 
-    def _dlock_shown(self, response: Any) -> Any:
-        """Return the instance that a response shows, or None: a view may read its object more than once.
+    def get_serializer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the serializer; the ETag is that of the version that it shows, even if the object changes later."""
+        serializer = super().get_serializer(*args, **kwargs)
+        if isinstance(serializer, serializers.Serializer):
+            _remember_shown(serializer)
+        return serializer
+
+    def _dlock_shown(self, response: Any) -> tuple[Any, int | None]:
+        """Return the instance that a response shows, and in which version: a view may read its object more than once.
 
         A response that does not say so shows the instance that was written, which has the greatest version, or to a
         reader the oldest: with the tag of a newer one, a client could overwrite what it has not seen.
         """
         checked = [each.instance for each in self._dlock_checked]
+        serializer = getattr(getattr(response, "data", None), "serializer", None)
         # With many=True the serializer's instance is a list.
-        instance = unwrapped(getattr(getattr(getattr(response, "data", None), "serializer", None), "instance", None))
-        if isinstance(instance, Model) and (instance in checked or (response.status_code == 201 and not checked)):
-            return instance
-        choose = min if self.request.method in READ_METHODS else max
-        return choose((each for each in checked if each == checked[-1]), key=read_version, default=None)
+        instance = unwrapped(getattr(serializer, "instance", None))
+        if not isinstance(instance, Model) or not (
+            instance in checked or (response.status_code == 201 and not checked)
+        ):
+            choose = min if self.request.method in READ_METHODS else max
+            instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
+        at_once = getattr(serializer, _SHOWN, None)
+        return at_once if at_once is not None and at_once[0] is instance else (instance, _known_version(instance))
 
     def _require_checked(self, instance: Any) -> None:
         instance = unwrapped(instance)
         if self._dlock_has_checked(instance):
             return
-        if any(each.instance is instance for each in self._dlock_checked):  # It was read again since, in place.
-            self._dlock_check(instance)
+        if any(each.instance is instance for each in self._dlock_checked):
+            self._dlock_check(instance, is_write=True)  # It was read again since, in place, or not compared at all.
         else:
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
@@ -218,7 +240,8 @@ class PreconditionMixin(_View):
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        if response.status_code < 400 and not self._dlock_checked and self._dlock_needs_object(request.method):
+        is_checked = any(each.is_known is not None for each in self._dlock_checked)
+        if response.status_code < 400 and not is_checked and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
                 "write the object that self.get_object() returns; an action of your own on no single object says "
@@ -233,6 +256,35 @@ class PreconditionMixin(_View):
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
+
+
+def _remember_shown(serializer: Any) -> None:
+    """Let a serializer remember the version of the instance whose data it has made: the instance may change later."""
+    represent = serializer.to_representation
+
+    def to_representation(instance: Any) -> Any:
+        setattr(serializer, _SHOWN, (unwrapped(instance), _known_version(instance)))
+        return represent(instance)
+
+    serializer.to_representation = to_representation
+
+
+def _known_version(instance: Any) -> int | None:
+    """Return the version of the data that an instance has; None if it was read later than they, or of no instance."""
+    instance = unwrapped(instance)
+    if not isinstance(instance, Model):
+        return None
+    require_version(type(instance))
+    try:
+        return read_version(instance)
+    except ValueError:
+        return None
+
+
+def _is_to_be_rolled_back(instance: Any) -> bool:
+    """Return whether its transaction is marked so, as that of a preview: the next writer may get the same version."""
+    alias = instance._state.db
+    return alias is not None and connections[alias].needs_rollback
 
 
 class VersionedSerializerMixin(_Serializer):

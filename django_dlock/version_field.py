@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "has_had", "read_version"]
+__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "has_had", "latest_version", "read_version"]
 
 _FIRST_OWN: Final = "_dlock_first_own"
 """Attribute of an instance that keeps the version before the first of its own writes, if no other write came after."""
@@ -46,7 +46,8 @@ class LateVersion(int):
 class SentVersion(int):
     """A version that a client has sent: no conflict with the writes of an instance that was once compared with it.
 
-    A view may save an instance several times, and its own writes count the version up from there.
+    A view may save an instance several times, and its own writes count the version up from there. Without a comparison
+    its writes may be those of another request: an instance may outlive its request.
     """
 
     def __init__(self, _: int) -> None:
@@ -87,7 +88,7 @@ class _VersionAttribute(DeferredAttribute):
         if isinstance(number, SentVersion):
             if number.is_met(instance):
                 return
-            if number == _as_read(instance):
+            if number == latest_version(instance):
                 number.note_compared(instance)
             number = int(number)
         name, values = self.field.attname, vars(instance)
@@ -195,12 +196,12 @@ class VersionField(_BigIntegerField):
 
 def has_had(instance: Any, version: int) -> bool:
     """Return whether an instance has this version, or had it before writes that were all its own."""
-    current = _as_read(instance)
+    current = latest_version(instance)
     return isinstance(current, int) and vars(instance).get(_FIRST_OWN, current) <= version <= current
 
 
-def _as_read(instance: Any) -> Any:
-    """Return the version that an instance was read or written with, whatever was assigned to it since."""
+def latest_version(instance: Any) -> Any:
+    """Return the version that an instance was read or written with, also a late one, whatever was assigned since."""
     values = vars(instance)
     return values.get(READ_VERSION, values.get(instance._dlock_version.attname))
 

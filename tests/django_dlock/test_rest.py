@@ -16,6 +16,7 @@ from django.utils.functional import SimpleLazyObject
 from rest_framework import generics, routers, serializers, viewsets
 from rest_framework.decorators import action
 from rest_framework.permissions import BasePermission
+from rest_framework.request import clone_request
 from rest_framework.response import Response
 from rest_framework.test import APIClient, APIRequestFactory
 
@@ -830,6 +831,135 @@ def test_tag_of_an_object_that_changes_while_it_is_shown_is_that_of_what_is_show
     seen = etag_of(Draft(pk=draft.pk, revision=known), variant="json")
     shown = Changing.as_view()(APIRequestFactory().get("/", headers={"If-None-Match": seen}), pk=draft.pk)
     assert (shown.status_code, shown["ETag"]) == (304 if known == 1 else 200, etag_of(draft, variant="json"))
+
+
+@pytest.mark.parametrize("has_mixin", [True, False])
+def test_tag_of_an_object_that_changes_after_it_was_serialized_is_that_of_the_body(use_database, has_mixin):
+    class Plain(serializers.ModelSerializer):
+        class Meta:
+            model = Draft
+            fields = ["title"]
+
+    class CountingAfterwards(Lenient):
+        serializer_class = DraftSerializer if has_mixin else Plain
+
+        def retrieve(self, request, **kwargs):
+            draft = self.get_object()
+            body = self.get_serializer(draft).data
+            Draft.objects.update(title="theirs")
+            draft.refresh_from_db()
+            draft.save()
+            return Response(body)
+
+    class Indexing(CountingAfterwards):
+        def update(self, request, **kwargs):
+            self.found = super().get_object()
+            answer = super().update(request, **kwargs)
+            Draft.objects.update(title="theirs")
+            self.found.refresh_from_db()
+            return answer
+
+        def get_object(self):
+            return self.found
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    view = CountingAfterwards.as_view()
+    shown = send(view, "get", draft, {})
+    assert (shown.data["title"], shown["ETag"]) == ("first", etag_of(draft, variant="json"))
+    with pytest.raises(PreconditionFailed):
+        send(view, "put", draft, {"title": "mine"}, if_match=shown["ETag"])
+    draft.refresh_from_db()
+    indexed = send(Indexing.as_view(), "put", draft, {"title": "second"}, if_match=etag_of(draft, variant="json"))
+    assert indexed.data["title"] == "second"
+    with pytest.raises(PreconditionFailed):
+        send(view, "put", draft, {"title": "mine"}, if_match=indexed["ETag"])
+    assert Draft.objects.get().title == "theirs"
+
+
+@pytest.mark.parametrize("method", ["put", "delete"])
+def test_object_that_is_refreshed_after_the_request_has_saved_it_by_another_instance_is_its_own(use_database, method):
+    class Auditing(Lenient):
+        def initial(self, request, *args, **kwargs):
+            super().initial(request, *args, **kwargs)
+            self.before = self.get_object()
+
+        def save_and_look(self, instance):
+            instance.title = "second"
+            instance.save()
+            self.before.refresh_from_db()
+
+        def perform_update(self, serializer):
+            self.save_and_look(serializer.instance)
+            super().perform_update(serializer)
+
+        def perform_destroy(self, instance):
+            self.save_and_look(instance)
+            super().perform_destroy(instance)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    answer = send(Auditing.as_view(), method, draft, {"title": "third"}, if_match=etag_of(draft))
+    assert answer.status_code in {200, 204}
+    assert [each.title for each in Draft.objects.all()] == (["third"] if method == "put" else [])
+
+
+def test_version_read_late_on_one_instance_is_no_error_of_the_next_one(use_database):
+    class Looking(Lenient):
+        def initial(self, request, *args, **kwargs):
+            super().initial(request, *args, **kwargs)
+            self.get_object().refresh_from_db(fields=["revision"])
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    assert send(Looking.as_view(), "get", draft, {}).data["title"] == "first"
+    assert send(Looking.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft)).data["title"] == "mine"
+
+
+def test_object_whose_version_was_read_after_its_save_has_no_tag(use_database):
+    class Looking(Lenient):
+        def perform_update(self, serializer):
+            super().perform_update(serializer)
+            serializer.instance.refresh_from_db(fields=["revision"])
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    changed = send(Looking.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (changed.data["title"], changed.has_header("ETag")) == ("mine", False)
+
+
+@pytest.mark.parametrize("tag", ["old", None])
+def test_request_that_a_view_makes_of_another_is_checked_before_it_writes(use_database, tag):
+    class Batch(PreconditionMixin, viewsets.ModelViewSet):
+        queryset = Draft.objects.all()
+        serializer_class = DraftSerializer
+
+        def act(self, request, **kwargs):
+            self.request = clone_request(request, "PUT")
+            return self.update(self.request, **kwargs)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    view = Batch.as_view({"post": "act"})
+    options = {} if tag is None else {"if_match": f'"{tag}"'}
+    with pytest.raises(PreconditionRequired if tag is None else PreconditionFailed):
+        send(view, "post", draft, {"title": "mine"}, **options)
+    assert Draft.objects.get().title == "first"
+    assert send(view, "post", draft, {"title": "mine"}, if_match=etag_of(draft, variant="json")).status_code == 200
+
+
+def test_preview_that_is_rolled_back_has_no_tag(use_database):
+    class Preview(Lenient):
+        def perform_update(self, serializer):
+            super().perform_update(serializer)
+            transaction.set_rollback(True)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    with transaction.atomic():
+        shown = send(Preview.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
+    assert Draft.objects.get().title == "first"
 
 
 class OwnGetObject:
