@@ -7,11 +7,12 @@ is read.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from django.db import connections
@@ -25,6 +26,7 @@ from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
+from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import (
@@ -72,7 +74,10 @@ class TiedDatabases:
         self.is_aborted = False
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
-        self._thread = threading.get_ident()
+        self.is_left = False
+        """Whether it was released where it was acquired, so that only copies of that context still have it: those of
+        threads and tasks that were started under it, and are still at work, perhaps because of a time limit."""
+        self._thread, self._task = _caller()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
@@ -142,7 +147,7 @@ class TiedDatabases:
         connection = tracker.connection
         if transaction not in self.tie.open:
             if self.is_aborted or self.tie.state is not TieState.HELD:
-                self._refuse_aborted()
+                self._refuse_cut_off()
             if self.held.remaining() == 0.0:
                 self._refuse_lost()
             self._begin(connection, transaction)
@@ -180,7 +185,7 @@ class TiedDatabases:
         lease waits for its end. Writes there outside a transaction are not checked.
         """
         tie, connection = self.tie, tracker.connection
-        if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not self.is_aborted:
+        if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
             return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
@@ -189,7 +194,7 @@ class TiedDatabases:
             if is_tied and not is_data_statement(sql):
                 self._refuse_end(connection, transaction, sql)
         elif connection.alias in self.gate.forms and not surely_reads(sql):
-            self._refuse_aborted()
+            self._refuse_cut_off()
             self._refuse_unfenced(connection)
 
     def _refuse_end(self, connection: BaseDatabaseWrapper, transaction: Transaction, sql: str) -> None:
@@ -238,6 +243,7 @@ class TiedDatabases:
         In a task, transactions that are still open belong to threads, which have their own contexts.
         """
         if not self.tie.handles and (not self.tie.open or runtime is not BLOCKING):
+            self.is_left = self.tie.state is not TieState.ABANDONED and _caller() == (self._thread, self._task)
             self.forget()
 
     def forget(self) -> None:
@@ -286,14 +292,16 @@ class TiedDatabases:
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the block ended before the work that begins now, without a regular release of the lease."""
-        if self.is_aborted:
+        """Whether the block ended before the work that begins now, which was started under the lease."""
+        if self.is_aborted or self.is_left:
             return True
         return self.tie.state in (TieState.TORN, TieState.EXPIRING) and threading.get_ident() != self._thread
 
-    def _refuse_aborted(self) -> None:
+    def _refuse_cut_off(self) -> None:
         if self._is_cut_off:
-            reason = "the block that held it ended with an error before this work began"
+            reason = "the block that held it ended before this work began"
+            if not self.is_aborted and self.is_left:
+                reason += ", which was started inside: wait for it there, or start it outside or in an empty context"
             raise LeaseLost(self.held.name, token=self.held.token, reason=reason)
 
     def _refuse_lost(self) -> None:
@@ -312,6 +320,11 @@ class TiedDatabases:
                 f"a write outside a transaction cannot be fenced by the lock {self.held.name!r}: open "
                 "transaction.atomic() inside the lock, or take it with fence=False if something else protects the data"
             )
+
+
+def _caller() -> tuple[int, ref[asyncio.Task[Any]] | None]:
+    task = asyncio.current_task() if in_task() else None
+    return threading.get_ident(), None if task is None else ref(task)
 
 
 def current() -> list[TiedDatabases]:

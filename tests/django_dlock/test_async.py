@@ -1,6 +1,8 @@
 """`async with lock(...)`: the lease lives in the task, its transactions in the threads that do the work."""
 
 import asyncio
+import contextlib
+import contextvars
 import threading
 
 import pytest
@@ -399,6 +401,96 @@ async def test_work_that_a_timeout_has_cut_off_is_refused_as_well(database, stor
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
     assert await in_database(committed, database) == set()
+
+
+@pytest.mark.parametrize("form", ["transaction", "lease", False])
+async def test_work_that_goes_on_after_its_block_has_caught_a_timeout_is_refused(database, store, form):
+    slow = Slow(database, "before")
+
+    async def work():
+        async with order(database, fence=form):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            try:
+                await asyncio.wait_for(started, 0)
+            except TimeoutError:
+                return "try again later"
+
+    assert await work() == "try again later"
+    assert not is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    assert "wait for it there" in str(slow.error)
+    assert await in_database(committed, database) == set()
+    await sync_to_async(add)(database, "the caller's own work")
+    assert await in_database(committed, database) == {"the caller's own work"}
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is_committed_under_the_lease(
+    database, store
+):
+    slow = Slow(database)
+
+    async def work():
+        async with order(database):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+
+    await work()
+    assert is_held(store)
+    await slow.finish()
+    assert slow.error is None
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_task_that_outlives_the_block_in_which_it_was_started_begins_no_transaction(database, store, is_first):
+    go_on = asyncio.Event()
+
+    async def background():
+        if not is_first:
+            await in_database(add, database, "first")
+        await go_on.wait()
+        await in_database(add, database, "late")
+
+    async with order(database):
+        task = asyncio.create_task(background())
+        if not is_first:
+            await in_database(until, lambda: committed(database) == {"first"})
+    go_on.set()
+    with pytest.raises(LeaseLost):
+        await task
+    assert await in_database(committed, database) == (set() if is_first else {"first"})
+
+
+async def test_task_with_an_empty_context_may_outlive_the_block(database, store):
+    async with order(database):
+        task = asyncio.create_task(in_database(add, database), context=contextvars.Context())
+    await task
+    assert await in_database(committed, database) == {"a"}
+
+
+@pytest.mark.parametrize("release", ["in_another_task", "in_a_thread"])
+async def test_task_may_go_on_with_other_work_after_its_lease_was_released_elsewhere(database, store, release):
+    lease = await order(database).aacquire()
+    if release == "in_a_thread":
+        await asyncio.to_thread(lease.release)
+    else:
+        await asyncio.create_task(lease.arelease())
+    assert not is_held(store)
+    await in_database(add, database)
+    assert await in_database(committed, database) == {"a"}
+
+
+async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store):
+    for thread_sensitive in (True, False):
+        lease = await sync_to_async(order(database).acquire, thread_sensitive=thread_sensitive)()
+        await sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
+        await in_database(add, database, f"{thread_sensitive}")
+    assert await in_database(committed, database) == {"True", "False"}
 
 
 async def test_write_without_a_transaction_after_the_cancellation_is_refused(database, store):
