@@ -80,12 +80,15 @@ class AcquireTimeout(DLockError, TimeoutError):
 class AlreadyHeld(DLockError):
     """The caller already holds the lock in this thread, task or transaction: its wait would never end."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"lock {name!r} is already held by this thread, task or transaction: "
-            "release it first, or join its lease with reentrant=True",
-            name=name,
-        )
+    def __init__(self, name: str, *, shared: bool = False) -> None:
+        advice = "release it first, or join its lease with reentrant=True"
+        if shared:
+            advice = (
+                "it is shared there, and a shared lease cannot become an exclusive one: take the exclusive lock from "
+                "the start, or when the shared one has ended, inside a transaction after its end"
+            )
+        super().__init__(f"lock {name!r} is already held by this thread, task or transaction: {advice}", name=name)
+        self.shared = shared
 
 
 class LeaseLost(DLockError):

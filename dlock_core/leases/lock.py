@@ -143,8 +143,9 @@ class _Lock:
 
     def _membership_in(self, held: LeaseRecord) -> Membership:
         """Return a membership in a lease that the caller already holds; raises AlreadyHeld if it cannot be joined."""
-        if not self.reentrant or (held.request.shared and not self.shared):
-            raise AlreadyHeld(self.name)
+        is_upgrade = held.request.shared and not self.shared
+        if is_upgrade or not self.reentrant:
+            raise AlreadyHeld(self.name, shared=is_upgrade)
         return Membership()
 
 

@@ -277,7 +277,7 @@ class _MultiLock:
         """
         since, lease = runtime.now(), None
         if (known := find_held(caller, self.backend, *self.names)) is not None:
-            raise AlreadyHeld(known.name)
+            raise AlreadyHeld(known.name, shared=known.request.shared and not self.shared)
         acquisitions = [
             Acquisition(runtime, self.backend, request, self, since=since) for request in new_requests(self.names, self)
         ]

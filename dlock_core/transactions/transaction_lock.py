@@ -193,8 +193,9 @@ class LockAcquire:
             held = tied.tie.held
             is_same = held.name == lock.name and held.backend is self.store.backend
             if is_same and tied.tie.is_joinable and not tied.tie.is_over:
-                if not (inside or lock.reentrant) or (held.request.shared and not lock.shared):
-                    raise AlreadyHeld(lock.name)
+                is_upgrade = held.request.shared and not lock.shared
+                if is_upgrade or not (inside or lock.reentrant):
+                    raise AlreadyHeld(lock.name, shared=is_upgrade)
                 return tied
         return None
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from sqlalchemy.util.concurrency import in_greenlet
+
 from dlock_core.backends import advisory as core
 from dlock_core.backends.advisory import PREFIX, CallerTransaction
+from dlock_core.errors import NotSupported
 from sqla_dlock.backends.connector import as_driver_takes, pool_of
 from sqla_dlock.backends.table import engine_of
 from sqla_dlock.connections import is_autocommit
@@ -45,10 +48,19 @@ def from_url(url: str, *, prefix: str = PREFIX, timeout: float = 5.0) -> Backend
 
 
 def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
-    """Return the session's transaction in the database of such a store; begins one, as any statement does."""
+    """Return the session's transaction in the database of such a store; begins one, as any statement does.
+
+    Raises NotSupported if one of the two is asynchronous: a wait of the other would block the event loop.
+    """
     engine: Engine = backend.capabilities.transaction_database
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
+    if bind is engine and engine.dialect.is_async is not in_greenlet():
+        given, other = ("an AsyncEngine", "a Session") if engine.dialect.is_async else ("an Engine", "an AsyncSession")
+        raise NotSupported(
+            f"this store locks inside transactions of {given}, and {other} cannot have one: pass another store, made "
+            "by from_engine() of the engine that the session uses"
+        )
     connection: Connection = session.connection(bind_arguments={"bind": bind})
     return None if is_autocommit(connection) else CallerTransaction(_Connection(connection), old_snapshot)
 

@@ -128,8 +128,11 @@ def test_opposite_orders_cannot_deadlock(store):
 def test_names_that_this_thread_holds_already_are_an_error_at_once(store):
     with Lock(store, "a"), pytest.raises(AlreadyHeld):
         MultiLock(store, ["a", "b"]).acquire()
-    with MultiLock(store, ["a", "b"]), pytest.raises(AlreadyHeld):
+    with MultiLock(store, ["a", "b"]), pytest.raises(AlreadyHeld, match="release it first"):
         Lock(store, "b").acquire()
+    for name in ("b", ["b"]):
+        with MultiLock(store, ["a", "b"], shared=True), pytest.raises(AlreadyHeld, match="become an exclusive one"):
+            (Lock if name == "b" else MultiLock)(store, name).acquire()
 
 
 def test_lock_that_joins_one_of_several_only_leaves_it(store):

@@ -425,8 +425,9 @@ def test_asking_again_inside_the_transaction_joins(session, store):
 @where(EACH)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["once", "reentrant"])
 def test_shared_holder_is_refused_the_exclusive_lock_at_once(session, store, reentrant):
-    with order(session, shared=True), pytest.raises(AlreadyHeld):
+    with order(session, shared=True), pytest.raises(AlreadyHeld, match="cannot become an exclusive one") as refused:
         order(session, reentrant=reentrant).acquire()
+    assert refused.value.shared
 
 
 @where(EACH)

@@ -432,3 +432,22 @@ async def test_lock_that_goes_with_a_savepoint_is_lost_in_asyncio_too(async_engi
             with pytest.raises(LeaseLost):
                 await session.commit()
             await session.rollback()
+
+
+async def test_store_of_an_engine_for_threads_is_refused_to_an_async_session_before_it_blocks_the_loop(
+    store, make_async_engine
+):
+    async with AsyncSession(make_async_engine("asyncpg")) as session:
+        with pytest.raises(NotSupported, match="transactions of an Engine, and an AsyncSession cannot"):
+            await alock(session, "order", 42, store=store).acquire()
+
+
+async def test_store_of_an_engine_for_asyncio_is_refused_to_a_session_of_a_thread(make_engine, make_async_engine):
+    store = Store("advisory", from_engine(make_async_engine("asyncpg")), wait=0)
+
+    def acquire():
+        with Session(make_engine("postgresql")) as session:
+            lock(session, "order", 42, store=store).acquire()
+
+    with pytest.raises(NotSupported, match="transactions of an AsyncEngine, and a Session cannot"):
+        await asyncio.to_thread(acquire)
