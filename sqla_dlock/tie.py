@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from sqlalchemy import Connection, inspect
+from sqlalchemy.exc import InvalidRequestError
 
 from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
 from dlock_core.runtime import BLOCKING, run
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect, Engine
     from sqlalchemy.orm import Session
 
+    from dlock_core.leases.acquisition import Acquisition
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
@@ -264,6 +266,10 @@ class SessionAcquire(LockAcquire):
     home: Dialect | None = None
     """The database in whose transaction the lock is; None for an ordinary lease."""
 
+    _is_closed = False
+    """Whether the session was closed while the lock was awaited, such as by a request that was cancelled."""
+    _stop_listening: Callable[[], None] | None = None
+
     @property
     def owner_key(self) -> int:
         return id(self.lock.session)
@@ -312,6 +318,33 @@ class SessionAcquire(LockAcquire):
             isolation = str(connection.get_isolation_level())
             if isolation not in READ_COMMITTED:
                 raise SnapshotTooOld(self.lock.name, isolation=isolation)
+
+    def _new_acquisition(self) -> Acquisition:
+        if self._stop_listening is None:
+            self._stop_listening = on_unbegun_close(self.lock.session, self._note_closed)
+        return super()._new_acquisition()
+
+    def _note_closed(self) -> None:
+        self._is_closed = True
+
+    async def bind(self) -> None:
+        """Tie the lease to the session; raises InvalidRequestError if it was closed while the lock was awaited."""
+        if self._is_closed:
+            raise InvalidRequestError(
+                f"this Session was closed while it waited for the lock {self.lock.name!r}, and nothing would end what "
+                "it begins now: let the function that waits close it, or limit the wait with wait="
+            )
+        self._listen_no_more()
+        await super().bind()
+
+    def detach(self) -> None:
+        """Drop the lease, without I/O."""
+        self._listen_no_more()
+        super().detach()
+
+    def _listen_no_more(self) -> None:
+        if self._stop_listening is not None:
+            self._stop_listening()
 
     def new_tied(self, tie: Tie, gate: FenceGate) -> TiedSession:
         return TiedSession(tie, gate, self.lock.session, self.home)

@@ -136,12 +136,20 @@ def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -
         tracker_for(connection).undo.append((open_now, restore))
 
 
-def on_unbegun_close(session: Session, hook: Callable[[], None]) -> None:
+def on_unbegun_close(session: Session, hook: Callable[[], None]) -> Stop:
     """Call `hook()` when the session is closed, reset or invalidated before its next outermost transaction begins.
 
-    It may also be called after one has begun, if that was interrupted.
+    It may also be called after one has begun, if that was interrupted. Returns the function that stops it.
     """
-    _hooks_of(session).closings.append(hook)
+    closings = _hooks_of(session).closings
+    closings.append(hook)
+
+    def stop() -> None:
+        if hook in closings:
+            closings.remove(hook)
+        _forget(session)
+
+    return stop
 
 
 def note_past(session: Session) -> None:

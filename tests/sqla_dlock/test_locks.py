@@ -23,7 +23,7 @@ from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
 from sqla_dlock.tie import current
 from tests.chaos import EverybodyIn
-from tests.leases import is_held, until_expired
+from tests.leases import is_held, until_expired, until_waited_for
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
@@ -603,6 +603,29 @@ def test_session_that_is_closed_before_any_statement_lets_go_at_once(engine, sto
         order(session).acquire()
         add(session, "of a later one")
         session.commit()
+        assert not is_held(store)
+    assert not {"close", "reset", "invalidate", "_dlock_hooks"} & vars(session).keys()
+
+
+@sqlite_only
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_session_that_is_closed_while_it_waits_gets_no_lease_that_nothing_would_end(engine, store, several, has_begun):
+    with Session(engine) as holder, Session(engine) as session, ThreadPoolExecutor(1) as thread:
+        lease = order(holder).acquire()
+        if has_begun:
+            session.execute(text("SELECT 1"))
+        wanted = lock(order(session), lock(session, "other")) if several else order(session)
+        waiting = thread.submit(wanted.acquire)
+        until_waited_for(store)
+        session.close()
+        lease.release()
+        with pytest.raises(InvalidRequestError, match="closed while it waited for the lock 'order:42'"):
+            waiting.result(60)
+        assert not is_held(store)
+        assert not is_held(store, "other")
+        order(session).acquire()  # the session itself may be used again
+        session.close()
         assert not is_held(store)
     assert not {"close", "reset", "invalidate", "_dlock_hooks"} & vars(session).keys()
 
