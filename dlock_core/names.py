@@ -243,6 +243,8 @@ def _no_text(part: object) -> TypeError:
         what += (
             ": pass several locks, and nothing else, to one lock(); above a function, write one @locked for each lock"
         )
+    elif isinstance(part, list | set | frozenset | Iterator):
+        what += ": pass several parts, or several locks, one by one, lock(*them)"
     elif callable(part) and (name := getattr(part, "__name__", "")):
         what += f" {name!r}: call it, {name}()"
     elif not isinstance(part, bool | Number | NoneType):

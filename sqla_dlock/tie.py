@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from sqlalchemy import Connection, inspect
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 
 from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
 from dlock_core.runtime import BLOCKING, run
@@ -250,7 +250,13 @@ def current(session: Session) -> list[TiedSession]:
 def _bind_of(session: Session, classes: tuple[type, ...]) -> Engine | Connection:
     """Return the engine or connection of the classes in a lock's name; raises ValueError if they have several."""
     if not classes:
-        return session.get_bind()
+        try:
+            return session.get_bind()
+        except UnboundExecutionError as error:
+            raise UnboundExecutionError(
+                "a lock whose name has no mapped class does not say which of the session's databases it protects: "
+                "pass bind= with its engine, or put the class into the name"
+            ) from error
     binds = [session.get_bind(inspect(each)) for each in classes]  # an override may read the mapper
     if len({bind.engine.pool for bind in binds}) > 1:
         found = ", ".join(each.__name__ for each in classes)

@@ -277,6 +277,12 @@ def test_record_with_its_own_text_is_a_key() -> None:
     assert join("order", Reference(order_id=42, note="x")) == "order:42"
 
 
+@pytest.mark.parametrize("parts", [[1, 2], {1}, frozenset(), iter([1])], ids=["list", "set", "frozenset", "iterator"])
+def test_parts_in_a_list_are_to_be_passed_one_by_one(parts: object) -> None:
+    with pytest.raises(TypeError, match=r"one by one, lock\(\*them\)"):
+        join("order", parts)
+
+
 def test_method_that_was_not_called_is_named() -> None:
     with pytest.raises(TypeError, match=r"not method 'key': call it, key\(\)"):
         join("order", Key("a").key)

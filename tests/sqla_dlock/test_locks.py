@@ -262,7 +262,7 @@ def test_lease_lost_is_rolled_back_on_every_database(engine, second_engine, stor
 
 def test_session_of_several_databases_has_to_say_which_one_is_protected(second_engine, store):
     with Session(binds={Counter: second_engine}) as session:
-        with pytest.raises(UnboundExecutionError):
+        with pytest.raises(UnboundExecutionError, match="pass bind= with its engine"):
             order(session).acquire()
         assert not is_held(store)
 
