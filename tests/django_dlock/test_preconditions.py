@@ -416,6 +416,16 @@ def test_compression_makes_tags_weak_and_they_are_taken_where_it_is_said(article
         assert Client().get(f"/weak/{article.pk}", headers={"If-None-Match": tag}).status_code == 304
 
 
+def test_tag_of_a_page_is_that_of_the_row_in_the_database_of_the_page(use_database):
+    for database in ("default", "other"):
+        use_database(database)
+    article = Article.objects.using("other").create(title="first")
+    shown = conditional(Article, using="other")(show)(RequestFactory().get("/"), pk=article.pk)
+    assert shown["ETag"] == etag_of(article)
+    with pytest.raises(Http404):
+        conditional(Article)(show)(RequestFactory().get("/"), pk=article.pk)
+
+
 def test_tag_belongs_to_one_row_of_one_model(use_database):
     use_database("default")
     article = Article.objects.create()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -667,6 +668,15 @@ class WithoutSerializer(Lenient):
         draft.title = request.data["title"]
         draft.save()
         return Response({"title": draft.title})
+
+
+def test_version_that_was_sent_may_be_passed_on_to_another_process(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    item = pickle.loads(pickle.dumps(validated_list(draft.pk, "mine", 0)))[0]
+    draft.title, draft.revision = item["title"], item["revision"]
+    with pytest.raises(StaleObject):
+        draft.save()
 
 
 def test_version_sent_in_a_list_is_compared_by_each_request_and_in_each_attempt(use_database):

@@ -249,5 +249,12 @@ EXPLAINED: Final[dict[str, str]] = {
     "→ before = int(time.time() * 1000001) - days * MICROSECONDS_PER_DAY": "half an hour in a limit that is given in days",
     "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
     'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
+    "django_dlock/preconditions.py: raise _not_found(self.model, value) from None → pass": (
+        "None is the key of no row, which is a 404 as well"
+    ),
+    "django_dlock/preconditions.py: request = next((each for each in args[:2] if hasattr(each, 'META'))) "
+    "→ request = next((each for each in args[:3] if hasattr(each, 'META')))": (
+        "the request is the first argument of a view, or the second of a method"
+    ),
 }
 """Mutants that no test can notice, by their names in a report without the line number, each with the reason."""
