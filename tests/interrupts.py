@@ -46,9 +46,11 @@ class Tracer:
         self.first: dict[object, int] = {}
         """The count at which each line was first executed, for each line that its function was called from."""
         self.hit: Line | None = None
+        self._traces = self._call
+        """Python 3.11 may call a trace function that it has freed, which ends the process: this keeps it."""
 
     def __enter__(self) -> Self:
-        sys.settrace(self._call)
+        sys.settrace(self._traces)
         return self
 
     def __exit__(self, *_: object) -> None:

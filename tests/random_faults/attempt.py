@@ -19,13 +19,14 @@ from tests.random_faults.sections import Statement, Steps, Work
 Outcome = Literal["ok", "refused", "unknown"]
 FENCES: Final = (True, "lease")
 WAITS: Final = (0.0, 0.5, 3.0, 3.0, 3.0)
-MANNERS: Final = ("", "", "", "", "inside", "by hand", "raises", "elsewhere")
+MANNERS: Final = ("", "", "", "", "inside", "by hand", "raises", "elsewhere", "left early")
 """How the section takes its lock and runs its transactions: as the documentation advises, or
 
 - inside: the lock is acquired in a transaction that has already read, and its block ends before COMMIT;
 - by hand: Django's transactions are begun and ended by turning autocommit off and on;
 - raises: a function that Django calls on commit raises an error that counts as a conflict;
-- elsewhere: the work, which `retry_on_conflict` repeats, also writes into a second database of Django.
+- elsewhere: the work, which `retry_on_conflict` repeats, also writes into a second database of Django;
+- left early: a coroutine waits for the thread that does the work for a short time, and then leaves the block.
 """
 SHARED_RATE, RETRY_RATE, SEVERAL_RATE = 0.3, 0.2, 0.2
 PAUSE_S: Final = 0.01

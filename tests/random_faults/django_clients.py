@@ -1,9 +1,10 @@
 """Sections that use Django, in a thread and in coroutines."""
 
+import asyncio
 import contextlib
 import importlib.util
 import re
-from typing import Any
+from typing import Any, Final
 
 import django
 from django.conf import settings
@@ -48,6 +49,10 @@ def prepare(config: dict[str, Any]) -> None:
         LOGGING_CONFIG=None,
     )
     django.setup()
+
+
+MAX_PATIENCE_S: Final = 0.05
+"""How long a section that leaves its block early waits for its thread, at most."""
 
 
 class DjangoClient:
@@ -116,7 +121,14 @@ class AsyncDjangoClient(DjangoClient):
             return
         async with _lock(attempt) as lease:
             attempt.granted(lease)
-            await sync_to_async(in_transactions)(attempt)
+            work = sync_to_async(in_transactions)(attempt)
+            if attempt.wish.manner == "left early":
+                work = asyncio.ensure_future(work)
+                await asyncio.wait([work], timeout=attempt.chance.uniform(0, MAX_PATIENCE_S))
+            else:
+                await work
+        if attempt.wish.manner == "left early":
+            await work  # what begins now is refused
 
     async def aclean_up(self) -> None:
         from asgiref.sync import sync_to_async

@@ -313,6 +313,15 @@ def stale_columns_saved(config: dict[str, Any]) -> None:
         FenceTokenField.pre_save = FenceHolderField.pre_save = Field.pre_save  # type: ignore[method-assign,assignment]
 
 
+def work_outlives_block(config: dict[str, Any]) -> None:
+    """Let a thread that a coroutine has left behind begin its transaction after the block, without a lease."""
+    from tests.random_faults import attempt, sections
+
+    sections.ALONE, attempt.MANNERS, attempt.RETRY_RATE = (sections.add,), ("left early",), 0.0  # type: ignore[misc]
+    if (tied := _tied_databases()) is not None:
+        tied.is_left = property(lambda _: False, lambda *_: None)
+
+
 def _tied_databases() -> Any:
     """Return Django's class for a lease tied to databases; None in a worker without Django."""
     from django.conf import settings
@@ -379,6 +388,7 @@ SABOTAGES: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
     "old-snapshot": old_snapshot,
     "two-fences": two_fences,
     "stale-columns-saved": stale_columns_saved,
+    "work-outlives-block": work_outlives_block,
 }
 
 

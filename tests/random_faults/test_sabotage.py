@@ -38,7 +38,7 @@ WRONG_DATA = ("lost update", "order with two ends", "done twice", "committed tho
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        "DLOCK_TEST_SABOTAGE" not in os.environ, reason="22 runs with faults, a quarter of an hour: make sabotage"
+        "DLOCK_TEST_SABOTAGE" not in os.environ, reason="23 runs with faults, a quarter of an hour: make sabotage"
     ),
 ]
 
