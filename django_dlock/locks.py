@@ -115,6 +115,7 @@ def _forgotten() -> list[tuple[Tie, bool]]:
     forgotten = [tied for tied in current() if not tied.tie.is_bound]
     found = [(tied.tie, tied.tie.detach_all()) for tied in forgotten]
     for tied in forgotten:  # Only now: the context may keep the last reference to a handle.
+        tied.note_left()
         tied.forget()
     return found
 

@@ -22,6 +22,7 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
+from django_dlock.thread_calls import current_call, is_at_work
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
@@ -75,10 +76,13 @@ class TiedDatabases:
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
         self.is_left = False
-        """Whether it was released where it was acquired, so that only copies of that context still have it: those of
-        threads and tasks that were started under it, and are still at work, perhaps because of a time limit."""
-        self._thread, self._task = _caller()
+        """Whether the task that acquired it has released it: only copies of its context still have the lease, those of
+        threads and tasks that were started under it and are still at work, perhaps because of a time limit."""
+        self._thread = threading.get_ident()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
+        self._task = _current_task()
+        self._call = None if self._task else current_call()
+        """What has acquired it: a task, or a function that a task has called in this thread."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
         self._around = None
@@ -107,7 +111,8 @@ class TiedDatabases:
         if self.tie.open:
             self._around_block = frozenset(self.tie.open)
             self._end_with_transaction(transaction, handle)
-        leases_of_context.set((*current(), self) if leases_of_context.get() else (self,))
+        known = leases_of_context.get()
+        leases_of_context.set((*(each for each in known if each.is_left or _is_held(each)), self) if known else (self,))
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Attach a handle that has joined the lease."""
@@ -146,7 +151,7 @@ class TiedDatabases:
         """Tie an open transaction to the lease, and admit the token into it."""
         connection = tracker.connection
         if transaction not in self.tie.open:
-            if self.is_aborted or self.tie.state is not TieState.HELD:
+            if self.is_aborted or self.is_left or self.tie.state is not TieState.HELD:
                 self._refuse_cut_off()
             if self.held.remaining() == 0.0:
                 self._refuse_lost()
@@ -186,6 +191,8 @@ class TiedDatabases:
         """
         tie, connection = self.tie, tracker.connection
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
+            return
+        if self.is_of_running_call:
             return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
@@ -243,14 +250,21 @@ class TiedDatabases:
         In a task, transactions that are still open belong to threads, which have their own contexts.
         """
         if not self.tie.handles and (not self.tie.open or runtime is not BLOCKING):
-            self.is_left = self.tie.state is not TieState.ABANDONED and _caller() == (self._thread, self._task)
+            self.note_left()
             self.forget()
 
+    def note_left(self) -> None:
+        """Record that nothing needs the lease any more, if this is the task that acquired it."""
+        is_acquired = self.tie.state is not TieState.ABANDONED
+        self.is_left = is_acquired and self._task is not None and self._task is _current_task()
+
     def forget(self) -> None:
-        """Remove the lease from this context."""
+        """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
+        if self.is_left and self._task is not _current_task():
+            return
         others: tuple[TiedDatabases, ...] = ()
         if (known := leases_of_context.get()) != (self,):
-            others = tuple(each for each in known if each is not self and each.held.ended is None)
+            others = tuple(each for each in known if each is not self and (each.is_left or each.held.ended is None))
         leases_of_context.set(others)
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].held.ended is None))
@@ -291,6 +305,14 @@ class TiedDatabases:
                 self.held.abandon()
 
     @property
+    def is_of_running_call(self) -> bool:
+        """Whether a function holds it that still runs in another thread, and whose context asgiref has handed back."""
+        if self._call is None or self._thread == threading.get_ident():
+            return False
+        is_caller = in_task() or current_call() is not None  # Other threads were given a copy of the context.
+        return is_caller and is_at_work(self._thread, self._call)
+
+    @property
     def _is_cut_off(self) -> bool:
         """Whether the block ended before the work that begins now, which was started under the lease."""
         if self.is_aborted or self.is_left:
@@ -322,9 +344,10 @@ class TiedDatabases:
             )
 
 
-def _caller() -> tuple[int, ref[asyncio.Task[Any]] | None]:
+def _current_task() -> ref[asyncio.Task[Any]] | None:
+    """Return the only weak reference to the task that runs now; None in a thread."""
     task = asyncio.current_task() if in_task() else None
-    return threading.get_ident(), None if task is None else ref(task)
+    return None if task is None else ref(task)
 
 
 def current() -> list[TiedDatabases]:
@@ -335,7 +358,8 @@ def current() -> list[TiedDatabases]:
 
 def _is_held(each: TiedDatabases) -> bool:
     tie = each.tie
-    return tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
+    is_held = tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
+    return is_held and not each.is_of_running_call
 
 
 @contextmanager

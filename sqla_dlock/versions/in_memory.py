@@ -243,7 +243,7 @@ def read_version(instance: Any) -> Any:
         # A flush would write the instance before it is checked, and with the version that is read now.
         with nullcontext() if state.session is None else state.session.no_autoflush:
             getattr(instance, name)
-    if name not in state.dict or state.info.get(_READ_LATE):
+    if name not in state.dict or _READ_LATE in state.info:
         raise ValueError(
             f"{name!r} of {state.class_.__name__} was deferred, or read later than other columns, so nothing can be "
             "checked: read it together with them"

@@ -6,13 +6,14 @@ import contextvars
 import threading
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from asgiref.testing import ApplicationCommunicator
 from django.core.handlers.asgi import ASGIHandler
 from django.db import connections
 from django.db.transaction import atomic
 from django.test import RequestFactory, override_settings
 from django.urls import clear_url_caches, path
+from django.utils.decorators import async_only_middleware
 
 from django_dlock import lock, locked, pk
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, BackendUnavailable, LeaseLost, StaleToken
@@ -446,6 +447,97 @@ async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is
     assert not is_held(store)
 
 
+class Twice(Slow):
+    """Two transactions in a thread, of which only the first has begun when it may go on."""
+
+    def __call__(self):
+        try:
+            with atomic(self.database):
+                Counter.objects.using(self.database).create(name="a")
+                self.at("inside")
+            add(self.database, "b")
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            connections[self.database].close()
+            self.over.set()
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("form", ["transaction", "lease", False])
+@pytest.mark.parametrize("ends", ["caught", "cancelled"])
+async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_outlived_the_block(
+    database, store, form, ends
+):
+    slow = Twice(database)
+
+    async def work():
+        async with order(database, fence=form):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            if ends == "cancelled":
+                asyncio.current_task().cancel()
+                await started
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+
+    with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
+        await asyncio.create_task(work())
+    assert is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    assert not is_held(store)
+    assert await in_database(committed, database) == {"a"}
+
+
+def locking(slow, **options):
+    """Return a function that takes the lock itself, and works in its block."""
+
+    def work():
+        with order(slow.database, **options):
+            slow()
+
+    return work
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("point", ["before", "inside"])
+async def test_task_does_not_have_the_lease_of_a_function_for_which_it_has_stopped_waiting(database, store, point):
+    slow = Slow(database, point)
+    started = asyncio.ensure_future(sync_to_async(locking(slow), thread_sensitive=False)())
+    await slow.wait_until_reached()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(started, 0)
+    for retry in (locking(Slow(database, "none"), wait=0), lambda: add_locked(database)):
+        with pytest.raises(AcquireTimeout):
+            await sync_to_async(in_thread, thread_sensitive=False)(retry, ())
+    await sync_to_async(add)(database, "the caller's own work")
+    assert is_held(store)
+    await slow.finish()
+    assert slow.error is None
+    await asyncio.to_thread(until, lambda: not is_held(store))
+    await sync_to_async(add)(database, "and more of it")
+    assert await in_database(committed, database) == {"a", "the caller's own work", "and more of it"}
+
+
+def add_locked(database):
+    with atomic(database), order(database, wait=0):  # inside a transaction it would join a lease of its own
+        add(database)
+
+
+async def test_coroutine_that_a_function_of_a_thread_calls_has_its_lease(database, store):
+    async def call():
+        return await sync_to_async(add)(database)
+
+    def work():
+        with order(database) as lease:
+            assert async_to_sync(call)() == lease.token
+
+    await sync_to_async(work)()
+    assert not is_held(store)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_task_that_outlives_the_block_in_which_it_was_started_begins_no_transaction(database, store, is_first):
     go_on = asyncio.Event()
@@ -485,10 +577,12 @@ async def test_task_may_go_on_with_other_work_after_its_lease_was_released_elsew
     assert await in_database(committed, database) == {"a"}
 
 
-async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store):
+@pytest.mark.parametrize("apart", [False, True], ids=["", "in a task"])
+async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store, apart):
     for thread_sensitive in (True, False):
         lease = await sync_to_async(order(database).acquire, thread_sensitive=thread_sensitive)()
-        await sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
+        release = sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
+        await (asyncio.shield(release) if apart else release)
         await in_database(add, database, f"{thread_sensitive}")
     assert await in_database(committed, database) == {"True", "False"}
 
@@ -590,6 +684,54 @@ async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(da
         await slow.wait_until_reached()
         await client.send_input({"type": "http.disconnect"})
         await asyncio.wait_for(cancelled.wait(), WITHIN)
+        next_one = asyncio.create_task(order(database).aacquire())
+        await auntil(lambda: waiters(store))
+        assert not next_one.done()
+        await slow.finish()
+        await (await next_one).arelease()
+        await client.wait(WITHIN)
+    assert slow.error is None
+    assert await in_database(committed, database) == {"a"}
+
+
+MIDDLEWARE_LEFT = threading.Event()
+LOCKS = "django_dlock.middleware.LockMiddleware"
+
+
+@async_only_middleware
+def noting_its_end(get_response):
+    async def middleware(request):
+        try:
+            return await get_response(request)
+        finally:
+            MIDDLEWARE_LEFT.set()
+
+    return middleware
+
+
+@pytest.mark.parametrize("way", ["block", "acquire"])
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+async def test_client_that_goes_away_does_not_end_the_lease_of_a_thread_between_transactions(
+    database, store, monkeypatch, way
+):
+    slow = Slow(database, "before")
+    MIDDLEWARE_LEFT.clear()
+
+    def view(request, pk):
+        lease = order(database).acquire() if way == "acquire" else None
+        (locking(slow) if way == "block" else slow)()
+        if lease is not None:
+            lease.release()
+
+    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.noting_its_end", LOCKS]):
+        clear_url_caches()
+        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
+        client = ApplicationCommunicator(ASGIHandler(), scope)
+        await client.send_input({"type": "http.request", "body": b""})
+        await slow.wait_until_reached()
+        await client.send_input({"type": "http.disconnect"})
+        await asyncio.to_thread(MIDDLEWARE_LEFT.wait, WITHIN)
         next_one = asyncio.create_task(order(database).aacquire())
         await auntil(lambda: waiters(store))
         assert not next_one.done()
