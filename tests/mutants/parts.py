@@ -51,6 +51,7 @@ PARTS: Final = {
             "dlock_core/transactions/tied_lease.py",
             "dlock_core/transactions/transaction_lock.py",
             "dlock_core/transactions/multilock.py",
+            "django_dlock/thread_calls.py",
             "django_dlock/tie.py",
             "django_dlock/acquire.py",
             "django_dlock/transactions.py",
@@ -149,6 +150,7 @@ PARTS: Final = {
             "tests/sqla_dlock/test_versions_expected.py tests/sqla_dlock/test_versions_undone.py",
             "tests/sqla_dlock/test_versions_savepoints.py tests/sqla_dlock/test_versions_model.py",
             "tests/sqla_dlock/test_aggregates.py tests/django_dlock/test_versions_model.py",
+            "tests/django_dlock/test_rest.py",
         ),
     ),
     "requests": Part(
@@ -249,6 +251,7 @@ EXPLAINED: Final[dict[str, str]] = {
     "→ before = int(time.time() * 1000001) - days * MICROSECONDS_PER_DAY": "half an hour in a limit that is given in days",
     "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
     'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
+    "django_dlock/versions.py: return [] → return None": "Django asks only whether a row was updated",
     "django_dlock/preconditions.py: raise _not_found(self.model, value) from None → pass": (
         "None is the key of no row, which is a 404 as well"
     ),
