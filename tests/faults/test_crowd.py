@@ -22,11 +22,13 @@ from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import ASYNCIO
 from tests.faults.looking import holders, is_untouched, waiters
-from tests.proxy import Proxy
+from tests.proxy import Fault, Proxy
 from tests.servers import Server
 from tests.waiting import auntil, until
 
 CROWD = 300
+LONG_SLEEP_S = 60.0
+"""Longer than a test takes: a sleep ends by itself after 2.5 s, and its reply then names no hand-over."""
 SENT = ("eval", "evalsha", "blpop", "blmove", "ping")
 
 
@@ -445,6 +447,16 @@ def look_again(store: RedisBackend, holder: str) -> None:
     store._listeners.here()._waiters[holder].ask_within(0.0)
 
 
+async def hold_hand_over(store: RedisBackend, proxy: Proxy) -> Fault:
+    """Hold the reply to the listener's next sleep, and let this one sleep last until something is handed over."""
+    listener = store._listeners.here()
+    told = proxy.hold_reply(matching=b"BLMOVE")
+    listener._sleep_s = LONG_SLEEP_S
+    await auntil(lambda: told.has_met_its_request)
+    listener._sleep_s = waiting.MAX_SLEEP_S
+    return told
+
+
 def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
     patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,8 +466,7 @@ def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
         listener = patient._listeners.here()
         async with crowd(patient, direct, ["a", "b"]) as (tasks, held):
             (holder,) = await asyncio.to_thread(waiters, direct, "b")
-            told = proxy.hold_reply(matching=b"BLMOVE")
-            await auntil(lambda: told.has_met_its_request)
+            told = await hold_hand_over(patient, proxy)
             await release(held[1])
             await asyncio.to_thread(told.wait)
             found = proxy.hold_reply(matching=b"{b}")
@@ -482,8 +493,7 @@ def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
     async def main() -> None:
         async with crowd(patient, direct, ["a", "b", "c"]) as (tasks, held):
             (holder,) = await asyncio.to_thread(waiters, direct, "b")
-            told = proxy.hold_reply(matching=b"BLMOVE")
-            await auntil(lambda: told.has_met_its_request)
+            told = await hold_hand_over(patient, proxy)
             await release(held[2])
             await asyncio.to_thread(told.wait)  # now there is no listener
             await release(held[1])
