@@ -171,7 +171,7 @@ def _locking_query(mapper: Mapper[Any], action: str) -> Select[Any]:
     columns = key_columns(mapper)
     wanted: Any = columns[0] if len(columns) == 1 else tuple_(*columns)
     query = select(*columns, version_column(mapper)).order_by(*columns)
-    query = query.where(wanted.in_(bindparam("dlock_keys", expanding=True)))
+    query = query.where(wanted.in_(bindparam("dlock_keys")))
     return query.with_for_update(key_share=action != "delete")
 
 
@@ -179,5 +179,5 @@ def _locking_query(mapper: Mapper[Any], action: str) -> Select[Any]:
 def _comparing_query(mapper: Mapper[Any]) -> Select[Any]:
     """Return the query for the keys of those rows that have these versions now; locking, as `_find` has to be."""
     row = (*key_columns(mapper), version_column(mapper))
-    wanted = tuple_(*row).in_(bindparam("dlock_rows", expanding=True))
+    wanted = tuple_(*row).in_(bindparam("dlock_rows"))
     return select(*key_columns(mapper)).where(wanted).with_for_update(key_share=True)

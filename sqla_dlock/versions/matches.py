@@ -146,7 +146,7 @@ def _find_rows(connection: Connection, mapper: Mapper[Any], rows: Sequence[Any],
     left: set[Any] = set()
     keys = mapper.primary_key
     query = select(*keys).select_from(mapper.persist_selectable)
-    query = query.where(tuple_(*keys).in_(bindparam("dlock_keys", expanding=True))).with_for_update(key_share=True)
+    query = query.where(tuple_(*keys).in_(bindparam("dlock_keys"))).with_for_update(key_share=True)
     for some in in_parts(rows):
         found = connection.execute(query, {"dlock_keys": [row[:-1] for row in some]}, execution_options=options)
         left.update(tuple(row) for row in found)

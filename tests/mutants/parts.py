@@ -237,6 +237,12 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/sql/versions.py: def first_version(bits: int=63) -> int: → def first_version(bits: int=64) -> int:": (
         "either column has room for the time"
     ),
+    "sqla_dlock/versions/in_memory.py: state.info[_READ_LATE] = True → state.info[_READ_LATE] = False": "its presence counts",
+    "sqla_dlock/versions/matches.py: execution.statement = statement.where(false()) → pass": (
+        "the key of an instance names its shard, so that no row is found that was loaded; but all that match are read"
+    ),
+    "sqla_dlock/versions/mapping.py: _BITS: Final = {BigInteger: 63, SmallInteger: 15} "
+    "→ _BITS: Final = {BigInteger: 64, SmallInteger: 15}": "either column has room for the time",
     "sqla_dlock/versions/undone.py: if _failed and (not session.in_nested_transaction()): "
     "→ if _failed or not session.in_nested_transaction():": "with no error there is nothing to find, at any end",
     "sqla_dlock/versions/writes.py: if name == version_name or not history.has_changes(): "

@@ -167,6 +167,15 @@ def test_conflict_of_one_of_many_rows_names_it_and_writes_none(session, orders, 
     assert {reads for _, reads in rows(session, Order.title, Order.reads)} == {0}
 
 
+def test_conflict_of_one_of_two_rows_that_changed_differently_comes_before_any_update(session, orders, statements):
+    elsewhere(session, "UPDATE orders SET version = 7 WHERE title = 'b'")
+    orders[0].reads, orders[1].title = 9, "new"
+    statements.clear()
+    with pytest.raises(StaleObject):
+        session.flush()
+    assert "UPDATE" not in statements
+
+
 def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(session):
     """On MariaDB, 'A' and 'a' are one key: a row found under the other spelling is that row."""
     codes = made(session, Code(kind="a", code="x"), Code(kind="a", code="y"))
@@ -693,11 +702,14 @@ def test_update_by_primary_key_reads_what_the_database_and_defaults_have_set(ses
     assert (orders[0].title, orders[0].version, orders[0].edited, orders[0].seen) == ("new", 2, 7, 2)
 
 
-def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
+@pytest.mark.parametrize("is_read", [False, True])
+def test_update_by_primary_key_makes_no_stale_instance_current(session, orders, is_read):
     elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
     savepoint = session.begin_nested()
     session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": 7}])
     savepoint.rollback()
+    if is_read:  # By a program that has decided by the title before.
+        assert orders[0].edited == 0
     orders[0].title = "cancelled"
     with pytest.raises((StaleObject, ValueError)):
         session.commit()
@@ -1613,6 +1625,8 @@ INSERTS_OF_ROWS: Final = {
     "returning": lambda session, row: session.scalars(insert(Order).returning(Order), [row]).all(),
     "mappings": lambda session, row: session.bulk_insert_mappings(Order, [row]),
     "add": lambda session, row: session.add(Order(**row)),
+    "expression": lambda session, row: session.add(Order(**{**row, "version": literal(row["version"]) + 0})),
+    "objects": lambda session, row: session.bulk_save_objects([Order(**row)]),
 }
 
 

@@ -12,9 +12,9 @@ from sqlalchemy import Delete, Engine, ForeignKey, String, Update, bindparam, cr
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.ext.horizontal_shard import ShardedSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, declarative_base, mapped_column, relationship
 
-from dlock_core.errors import RowLocked
+from dlock_core.errors import NotSupported, RowLocked
 from sqla_dlock.rows import lock_row, lock_rows
 from sqla_dlock.versions import (
     StaleObject,
@@ -430,21 +430,25 @@ async def test_save_does_not_overtake_a_parent_in_an_async_session(async_engine:
         assert visit.version == 2
 
 
-@pytest.mark.parametrize("write", [lambda session, _: session.commit(), save_with_version], ids=["commit", "save"])
-def test_rows_in_several_shards_are_each_checked_where_they_are(tmp_path: Path, write):
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[Callable[[], ShardedSession]]:
+    """Open sessions over two databases; the first letter of a key names its shard."""
     shards = {name: create_engine(f"sqlite:///{tmp_path}/{name}") for name in "ab"}
     for each in shards.values():
         Base.metadata.create_all(each)
+    yield lambda: ShardedSession(
+        shards=shards,
+        shard_chooser=lambda _, instance, clause=None: instance.id[0],
+        identity_chooser=lambda _, key, **__: [key[0][0]],
+        execute_chooser=lambda _: list(shards),
+    )
+    for each in shards.values():
+        each.dispose()
 
-    def session() -> ShardedSession:
-        return ShardedSession(
-            shards=shards,
-            shard_chooser=lambda _, instance, clause=None: instance.id[0],
-            identity_chooser=lambda _, key, **__: [key[0][0]],
-            execute_chooser=lambda _: list(shards),
-        )
 
-    with session() as one, session() as two:
+@pytest.mark.parametrize("write", [lambda session, _: session.commit(), save_with_version], ids=["commit", "save"])
+def test_rows_in_several_shards_are_each_checked_where_they_are(sharded: Callable[[], ShardedSession], write):
+    with sharded() as one, sharded() as two:
         one.add_all(Customer(id=key) for key in ("a1", "a2", "b1"))
         one.commit()
         mine, theirs = ([each.get_one(Customer, key) for key in ("a1", "a2", "b1")] for each in (one, two))
@@ -456,5 +460,26 @@ def test_rows_in_several_shards_are_each_checked_where_they_are(tmp_path: Path, 
             customer.name = "theirs"
         with pytest.raises(StaleObject, match=r"the row has version 2"):
             write(two, theirs[-1])
-    for each in shards.values():
-        each.dispose()
+
+
+def test_update_statement_in_several_shards_leaves_stale_what_it_wrote(sharded: Callable[[], ShardedSession]):
+    """Without RETURNING, nothing tells what the row of an instance was when the statement wrote it."""
+
+    class Plain(VersionedMixin, declarative_base()):
+        __tablename__, __table_args__ = "sessions_customer", {"implicit_returning": False}
+        id = mapped_column(String(36), primary_key=True)
+        name = mapped_column(String(80))
+
+    with sharded() as session:
+        session.add(customer := Plain(id="a1", name="new"))
+        session.commit()
+        assert customer.version == 1
+        session.execute(update(Plain).where(Plain.name == "new").values(name="shipped"))
+        customer.name = "cancelled"
+        with pytest.raises(StaleObject, match=r"the row has version 2"):
+            session.flush()
+
+
+def test_update_by_primary_key_in_several_shards_is_refused(sharded: Callable[[], ShardedSession]):
+    with sharded() as session, pytest.raises(NotSupported, match="cannot check versions in a sharded session"):
+        session.execute(update(Customer), [{"id": "a1", "name": "new", "version": 1}])
