@@ -22,6 +22,7 @@ from django_dlock.connections import listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import TABLE_FENCE, TableFence
 from django_dlock.names import identify
+from django_dlock.thread_calls import keep_from_callers
 from django_dlock.tie import current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
@@ -50,6 +51,7 @@ __all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
 T = TypeVar("T")
 
 listen_to_all()
+keep_from_callers()
 
 
 class Lease(TiedLease, NoBlock, NoAsyncBlock):

@@ -1,38 +1,66 @@
-"""Calls of `sync_to_async` that are still at work although their task has stopped waiting for them.
+"""Keeps the leases of a function in a thread from the task that has stopped waiting for it.
 
-A time limit, a cancellation or a client that goes away ends the wait of a task, but not the function in the thread. All
-the same, asgiref then hands the context of that thread back to the task, with the leases that the function holds.
+A time limit, a cancellation or a client that goes away ends the wait of a task for `sync_to_async`, but not the
+function in the thread. All the same, asgiref hands the context of that function back to the task, with the leases that
+it holds: the task would write under a lock that it has not taken, join it, and release it with its request. Only at
+that moment can one know that the function is still at work, so asgiref's step is wrapped here.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from asgiref.sync import AsyncToSync, SyncToAsync
+from asgiref import sync
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Callable
+    from contextvars import Context
 
-__all__ = ["current_call", "is_at_work"]
+__all__ = ["keep_from_callers"]
 
-_CALLING: Final = SyncToAsync.thread_handler.__code__
-_WAITING: Final = AsyncToSync.__call__.__code__
-
-
-def current_call() -> Any:
-    """Return an object that stands for the call that this thread executes, or executed last; None if there is none."""
-    return getattr(SyncToAsync.threadlocal, "task_context", None)
+_STEP: Final = "_restore_context"
+"""The function of asgiref that sets the variables of a context in the one that runs now; it has no public name."""
+_OURS: Final = "dlock_"
+"""How the names of the context variables begin that say what a flow holds or does."""
 
 
-def is_at_work(thread: int, call: object) -> bool:
-    """Return whether a thread, by its ident, executes this call, and does not wait in it for a coroutine.
+def keep_from_callers() -> None:
+    """Wrap asgiref's step from now on; a repeated call changes nothing."""
+    hand_back = getattr(sync, _STEP, None)
+    if hand_back is None:
+        warnings.warn(
+            f"this asgiref has no {_STEP}(): a task that stops waiting for a function may get the locks that it holds. "
+            "Install an older asgiref, and report its version to dlock",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    elif not isinstance(hand_back, _HandBack):
+        setattr(sync, _STEP, _HandBack(hand_back))
 
-    Such a coroutine, and what it calls, is a part of the work and has its leases.
-    """
-    frame: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001 - documented
-    while frame is not None and frame.f_code is not _WAITING:
-        if frame.f_code is _CALLING and frame.f_locals.get("task_context") is call:
-            return True
-        frame = frame.f_back
+
+class _HandBack:
+    """Hands a context back; what dlock knows stays as it is if a function still runs in that context."""
+
+    def __init__(self, hand_back: Callable[[Context], None]) -> None:
+        self._hand_back = hand_back
+
+    def __call__(self, context: Context) -> None:
+        # With no exception on its way, the function has returned.
+        if sys.exc_info()[0] is None or not _is_entered(context):
+            self._hand_back(context)
+            return
+        own: list[tuple[Any, Any]] = [(each, each.get()) for each in context if each.name.startswith(_OURS)]
+        self._hand_back(context)
+        for variable, value in own:
+            variable.set(value)
+
+
+def _is_entered(context: Context) -> bool:
+    """Return whether code runs in a context: it can then be entered by nobody else."""
+    try:
+        context.run(bool)
+    except RuntimeError:
+        return True
     return False

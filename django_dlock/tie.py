@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 from django.db import connections
@@ -22,7 +22,6 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
-from django_dlock.thread_calls import current_call, is_at_work
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
@@ -58,6 +57,9 @@ _kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = ContextV
 
 None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
 
+MAX_LEFT_LEASES: Final = 8
+"""How many leases that were left a copy of a context keeps at most: each alone refuses what it would write."""
+
 
 class TiedDatabases:
     """The connections under one lease: reports their transactions to its tie, and admits each at the fence.
@@ -81,8 +83,7 @@ class TiedDatabases:
         self._thread = threading.get_ident()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
         self._task = _current_task()
-        self._call = None if self._task else current_call()
-        """What has acquired it: a task, or a function that a task has called in this thread."""
+        """The task that acquired it; None if a thread did."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
         self._around = None
@@ -112,7 +113,16 @@ class TiedDatabases:
             self._around_block = frozenset(self.tie.open)
             self._end_with_transaction(transaction, handle)
         known = leases_of_context.get()
-        leases_of_context.set((*(each for each in known if each.is_left or _is_held(each)), self) if known else (self,))
+        if known:
+            left = [each for each in known if each.is_left and not self._is_taken_for(each)]
+            known = (*left[-MAX_LEFT_LEASES:], *[each for each in known if _is_held(each)])
+        leases_of_context.set((*known, self))
+
+    def _is_taken_for(self, other: TiedDatabases) -> bool:
+        """Return whether this is the same lock, at least as exclusive: what works under it now is not cut off."""
+        request, left = self.held.request, other.held.request
+        same_lock = (left.name, other.held.backend) == (request.name, self.held.backend)
+        return same_lock and (left.shared or not request.shared)
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Attach a handle that has joined the lease."""
@@ -192,8 +202,6 @@ class TiedDatabases:
         tie, connection = self.tie, tracker.connection
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
             return
-        if self.is_of_running_call:
-            return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
                 self._enter(tracker, transaction)
@@ -255,8 +263,8 @@ class TiedDatabases:
 
     def note_left(self) -> None:
         """Record that nothing needs the lease any more, if this is the task that acquired it."""
-        is_acquired = self.tie.state is not TieState.ABANDONED
-        self.is_left = is_acquired and self._task is not None and self._task is _current_task()
+        if self.tie.state is not TieState.ABANDONED and self._task is not None and self._task is _current_task():
+            self.is_left = True
 
     def forget(self) -> None:
         """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
@@ -305,14 +313,6 @@ class TiedDatabases:
                 self.held.abandon()
 
     @property
-    def is_of_running_call(self) -> bool:
-        """Whether a function holds it that still runs in another thread, and whose context asgiref has handed back."""
-        if self._call is None or self._thread == threading.get_ident():
-            return False
-        is_caller = in_task() or current_call() is not None  # Other threads were given a copy of the context.
-        return is_caller and is_at_work(self._thread, self._call)
-
-    @property
     def _is_cut_off(self) -> bool:
         """Whether the block ended before the work that begins now, which was started under the lease."""
         if self.is_aborted or self.is_left:
@@ -358,8 +358,7 @@ def current() -> list[TiedDatabases]:
 
 def _is_held(each: TiedDatabases) -> bool:
     tie = each.tie
-    is_held = tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
-    return is_held and not each.is_of_running_call
+    return tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
 
 
 @contextmanager

@@ -14,9 +14,14 @@ def is_held(store: Any, name: str = "order:42") -> bool:
     return bool(run(store.inspect(BLOCKING, name))[0].holders)
 
 
+def is_awaited(store: Any, name: str = "order:42") -> bool:
+    """Return whether a lock has a waiter, as its store sees it."""
+    return bool(run(store.inspect(BLOCKING, name))[0].waiters)
+
+
 def until_waited_for(store: Any, name: str = "order:42") -> None:
     """Wait until a lock has a waiter, as its store sees it."""
-    until(lambda: run(store.inspect(BLOCKING, name))[0].waiters)
+    until(lambda: is_awaited(store, name))
 
 
 def until_expired(lease: Any, store: Any) -> None:

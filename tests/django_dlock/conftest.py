@@ -2,19 +2,21 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connections
 from django.test import override_settings
 
-from django_dlock.tie import apart
+from django_dlock.tie import apart, current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.observability import hooks
 from tests.django_dlock import isolation
 from tests.django_dlock.admin_fixtures import admin_pages, browser, late_replica, on_postgresql, ticket  # noqa: F401 - fixtures
 from tests.django_dlock.parties import Party
+from tests.django_dlock.thread_work import forget_connections
 from tests.servers import Server
 
 
@@ -125,3 +127,11 @@ def _noting(work: Callable[[], None], journal: list[str], word: str) -> Callable
         journal.append(word)
 
     return noting
+
+
+@pytest.fixture
+async def _connections_of_the_worker() -> AsyncIterator[None]:
+    """The thread that `sync_to_async` uses starts each test with new connections."""
+    yield
+    await sync_to_async(forget_connections)()
+    assert current() == []

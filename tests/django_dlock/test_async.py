@@ -1,22 +1,17 @@
 """`async with lock(...)`: the lease lives in the task, its transactions in the threads that do the work."""
 
 import asyncio
-import contextlib
-import contextvars
-import threading
-from uuid import uuid4
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import sync_to_async
 from asgiref.testing import ApplicationCommunicator
 from django.core.handlers.asgi import ASGIHandler
 from django.db import connections
 from django.db.transaction import atomic
 from django.test import RequestFactory, override_settings
 from django.urls import clear_url_caches, path
-from django.utils.decorators import async_only_middleware
 
-from django_dlock import lock, locked, pk
+from django_dlock import locked, pk
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, BackendUnavailable, LeaseLost, StaleToken
 from django_dlock.middleware import LockMiddleware
 from django_dlock.models import Fence
@@ -24,85 +19,17 @@ from django_dlock.tie import current
 from dlock_core.backend import Released, RenewalFailure
 from tests.chaos import EverybodyIn
 from tests.django_dlock.sessions import committed
-from tests.leases import is_held
+from tests.django_dlock.thread_work import WITHIN, Slow, add, in_database, in_thread, order
+from tests.leases import is_awaited, is_held
 from tests.testapp.models import Counter
 from tests.waiting import auntil, until
-
-WITHIN = 60.0
 
 
 class Sorry(Exception):
     """Raised by user code."""
 
 
-@pytest.fixture(autouse=True)
-async def _connections_of_the_worker():
-    """The thread that `sync_to_async` uses starts each test with new connections."""
-    yield
-    await sync_to_async(forget_connections)()
-    assert current() == []
-
-
-def forget_connections():
-    for connection in connections.all(initialized_only=True):
-        connection.close()
-        del connections[connection.alias]
-
-
-def order(database, **options):
-    return lock("order", 42, using=database, **options)
-
-
-def add(database, name="a"):
-    with atomic(database):
-        Counter.objects.using(database).create(name=name)
-        return Fence.objects.using(database).filter(name="order:42").values_list("token", flat=True).first()
-
-
-class Slow:
-    """Work in a thread that stops at a point until it may go on."""
-
-    def __init__(self, database, point="inside", name="a"):
-        self.database, self.point, self.name = database, point, name
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        self.error = None
-        self.over = threading.Event()
-
-    def __call__(self):
-        try:
-            self.at("before")
-            with atomic(self.database):
-                Counter.objects.using(self.database).create(name=self.name)
-                self.at("inside")
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            connections[self.database].close()
-            self.over.set()
-
-    def at(self, point):
-        if point == self.point:
-            self.reached.set()
-            self.go_on.wait(WITHIN)
-
-    async def wait_until_reached(self):
-        await asyncio.to_thread(self.reached.wait, WITHIN)
-
-    async def finish(self):
-        self.go_on.set()
-        await asyncio.to_thread(self.over.wait, WITHIN)
-
-
-async def in_database(function, *args):
-    return await asyncio.to_thread(in_thread, function, args)
-
-
-def in_thread(function, args):
-    try:
-        return function(*args)
-    finally:
-        connections.close_all()
+pytestmark = pytest.mark.usefixtures("_connections_of_the_worker")
 
 
 # The block
@@ -310,17 +237,13 @@ async def test_waiting_task_that_is_cancelled_leaves_no_trace(database, store, p
     other = party()
     lease = other.now(order(database).acquire)
     task = asyncio.create_task(order(database).aacquire())
-    await auntil(lambda: waiters(store))
+    await auntil(lambda: is_awaited(store))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not waiters(store)
+    assert not is_awaited(store)
     other.now(lease.release)
     assert not is_held(store)
-
-
-def waiters(store):
-    return store._current("order:42").queue
 
 
 async def cancel(slow, database, how="cancel", **options):
@@ -405,190 +328,6 @@ async def test_work_that_a_timeout_has_cut_off_is_refused_as_well(database, stor
     assert await in_database(committed, database) == set()
 
 
-@pytest.mark.parametrize("form", ["transaction", "lease", False])
-async def test_work_that_goes_on_after_its_block_has_caught_a_timeout_is_refused(database, store, form):
-    slow = Slow(database, "before")
-
-    async def work():
-        async with order(database, fence=form):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            try:
-                await asyncio.wait_for(started, 0)
-            except TimeoutError:
-                return "try again later"
-
-    assert await work() == "try again later"
-    assert not is_held(store)
-    await slow.finish()
-    assert isinstance(slow.error, LeaseLost)
-    assert "wait for it there" in str(slow.error)
-    assert await in_database(committed, database) == set()
-    await sync_to_async(add)(database, "the caller's own work")
-    assert await in_database(committed, database) == {"the caller's own work"}
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is_committed_under_the_lease(
-    database, store
-):
-    slow = Slow(database)
-
-    async def work():
-        async with order(database):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(started, 0)
-
-    await work()
-    assert is_held(store)
-    await slow.finish()
-    assert slow.error is None
-    assert not is_held(store)
-
-
-class Twice(Slow):
-    """Two transactions in a thread, of which only the first has begun when it may go on."""
-
-    def __call__(self):
-        try:
-            with atomic(self.database):
-                Counter.objects.using(self.database).create(name="a")
-                self.at("inside")
-            add(self.database, "b")
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            connections[self.database].close()
-            self.over.set()
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-@pytest.mark.parametrize("form", ["transaction", "lease", False])
-@pytest.mark.parametrize("ends", ["caught", "cancelled"])
-async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_outlived_the_block(
-    database, store, form, ends
-):
-    slow = Twice(database)
-
-    async def work():
-        async with order(database, fence=form):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            if ends == "cancelled":
-                asyncio.current_task().cancel()
-                await started
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(started, 0)
-
-    with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
-        await asyncio.create_task(work())
-    assert is_held(store)
-    await slow.finish()
-    assert isinstance(slow.error, LeaseLost)
-    assert not is_held(store)
-    assert await in_database(committed, database) == {"a"}
-
-
-def locking(slow, **options):
-    """Return a function that takes the lock itself, and works in its block."""
-
-    def work():
-        with order(slow.database, **options):
-            slow()
-
-    return work
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-@pytest.mark.parametrize("point", ["before", "inside"])
-async def test_task_does_not_have_the_lease_of_a_function_for_which_it_has_stopped_waiting(database, store, point):
-    # InnoDB locks the gaps beside a deleted row of the same name until it is purged, and with them other names.
-    slow = Slow(database, point, name=f"slow {uuid4()}")
-    started = asyncio.ensure_future(sync_to_async(locking(slow), thread_sensitive=False)())
-    await slow.wait_until_reached()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(started, 0)
-    for retry in (locking(Slow(database, "none"), wait=0), lambda: add_locked(database)):
-        with pytest.raises(AcquireTimeout):
-            await sync_to_async(in_thread, thread_sensitive=False)(retry, ())
-    await sync_to_async(add)(database, "the caller's own work")
-    assert is_held(store)
-    await slow.finish()
-    assert slow.error is None
-    await asyncio.to_thread(until, lambda: not is_held(store))
-    await sync_to_async(add)(database, "and more of it")
-    assert await in_database(committed, database) == {slow.name, "the caller's own work", "and more of it"}
-
-
-def add_locked(database):
-    with atomic(database), order(database, wait=0):  # inside a transaction it would join a lease of its own
-        add(database)
-
-
-async def test_coroutine_that_a_function_of_a_thread_calls_has_its_lease(database, store):
-    async def call():
-        return await sync_to_async(add)(database)
-
-    def work():
-        with order(database) as lease:
-            assert async_to_sync(call)() == lease.token
-
-    await sync_to_async(work)()
-    assert not is_held(store)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_task_that_outlives_the_block_in_which_it_was_started_begins_no_transaction(database, store, is_first):
-    go_on = asyncio.Event()
-
-    async def background():
-        if not is_first:
-            await in_database(add, database, "first")
-        await go_on.wait()
-        await in_database(add, database, "late")
-
-    async with order(database):
-        task = asyncio.create_task(background())
-        if not is_first:
-            await in_database(until, lambda: committed(database) == {"first"})
-    go_on.set()
-    with pytest.raises(LeaseLost):
-        await task
-    assert await in_database(committed, database) == (set() if is_first else {"first"})
-
-
-async def test_task_with_an_empty_context_may_outlive_the_block(database, store):
-    async with order(database):
-        task = asyncio.create_task(in_database(add, database), context=contextvars.Context())
-    await task
-    assert await in_database(committed, database) == {"a"}
-
-
-@pytest.mark.parametrize("release", ["in_another_task", "in_a_thread"])
-async def test_task_may_go_on_with_other_work_after_its_lease_was_released_elsewhere(database, store, release):
-    lease = await order(database).aacquire()
-    if release == "in_a_thread":
-        await asyncio.to_thread(lease.release)
-    else:
-        await asyncio.create_task(lease.arelease())
-    assert not is_held(store)
-    await in_database(add, database)
-    assert await in_database(committed, database) == {"a"}
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["", "in a task"])
-async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store, apart):
-    for thread_sensitive in (True, False):
-        lease = await sync_to_async(order(database).acquire, thread_sensitive=thread_sensitive)()
-        release = sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
-        await (asyncio.shield(release) if apart else release)
-        await in_database(add, database, f"{thread_sensitive}")
-    assert await in_database(committed, database) == {"True", "False"}
-
-
 async def test_write_without_a_transaction_after_the_cancellation_is_refused(database, store):
     class SlowWrite(Slow):
         def __call__(self):
@@ -654,7 +393,7 @@ async def test_cancelled_request_keeps_the_next_one_waiting_until_its_commit(dat
     with pytest.raises(asyncio.CancelledError):
         await request
     next_one = asyncio.create_task(order(database).aacquire())
-    await auntil(lambda: waiters(store))
+    await auntil(lambda: is_awaited(store))
     assert not next_one.done()
     await slow.finish()
     await (await next_one).arelease()
@@ -687,55 +426,7 @@ async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(da
         await client.send_input({"type": "http.disconnect"})
         await asyncio.wait_for(cancelled.wait(), WITHIN)
         next_one = asyncio.create_task(order(database).aacquire())
-        await auntil(lambda: waiters(store))
-        assert not next_one.done()
-        await slow.finish()
-        await (await next_one).arelease()
-        await client.wait(WITHIN)
-    assert slow.error is None
-    assert await in_database(committed, database) == {"a"}
-
-
-MIDDLEWARE_LEFT = threading.Event()
-LOCKS = "django_dlock.middleware.LockMiddleware"
-
-
-@async_only_middleware
-def noting_its_end(get_response):
-    async def middleware(request):
-        try:
-            return await get_response(request)
-        finally:
-            MIDDLEWARE_LEFT.set()
-
-    return middleware
-
-
-@pytest.mark.parametrize("way", ["block", "acquire"])
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-async def test_client_that_goes_away_does_not_end_the_lease_of_a_thread_between_transactions(
-    database, store, monkeypatch, way
-):
-    slow = Slow(database, "before")
-    MIDDLEWARE_LEFT.clear()
-
-    def view(request, pk):
-        lease = order(database).acquire() if way == "acquire" else None
-        (locking(slow) if way == "block" else slow)()
-        if lease is not None:
-            lease.release()
-
-    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
-    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.noting_its_end", LOCKS]):
-        clear_url_caches()
-        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
-        client = ApplicationCommunicator(ASGIHandler(), scope)
-        await client.send_input({"type": "http.request", "body": b""})
-        await slow.wait_until_reached()
-        await client.send_input({"type": "http.disconnect"})
-        await asyncio.to_thread(MIDDLEWARE_LEFT.wait, WITHIN)
-        next_one = asyncio.create_task(order(database).aacquire())
-        await auntil(lambda: waiters(store))
+        await auntil(lambda: is_awaited(store))
         assert not next_one.done()
         await slow.finish()
         await (await next_one).arelease()

@@ -1,0 +1,415 @@
+"""A lease belongs to the flow that acquired it: who else works under it, and for how long."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
+
+import pytest
+from asgiref import sync
+from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.testing import ApplicationCommunicator
+from django.core.handlers.asgi import ASGIHandler
+from django.db.transaction import atomic
+from django.http import HttpResponse
+from django.test import override_settings
+from django.urls import clear_url_caches, path
+from django.utils.decorators import async_only_middleware
+
+from django_dlock import lock
+from django_dlock.errors import AcquireTimeout, LeaseLost
+from django_dlock.thread_calls import keep_from_callers
+from django_dlock.tie import MAX_LEFT_LEASES
+from django_dlock.tracker import leases_of_context
+from tests.django_dlock.sessions import committed
+from tests.django_dlock.thread_work import WITHIN, Slow, Twice, add, in_database, in_thread, locking, order
+from tests.leases import is_awaited, is_held
+from tests.testapp.models import Counter
+from tests.waiting import auntil, until
+
+pytestmark = pytest.mark.usefixtures("_connections_of_the_worker")
+
+
+@pytest.mark.parametrize("form", ["transaction", "lease", False])
+async def test_work_that_goes_on_after_its_block_has_caught_a_timeout_is_refused(database, store, form):
+    slow = Slow(database, "before")
+
+    async def work():
+        async with order(database, fence=form):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            try:
+                await asyncio.wait_for(started, 0)
+            except TimeoutError:
+                return "try again later"
+
+    assert await work() == "try again later"
+    assert not is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    assert "wait for it there" in str(slow.error)
+    assert await in_database(committed, database) == set()
+    await sync_to_async(add)(database, "the caller's own work")
+    assert await in_database(committed, database) == {"the caller's own work"}
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is_committed_under_the_lease(
+    database, store
+):
+    slow = Slow(database)
+
+    async def work():
+        async with order(database):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+
+    await work()
+    assert is_held(store)
+    await slow.finish()
+    assert slow.error is None
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("form", ["transaction", "lease", False])
+@pytest.mark.parametrize("ends", ["caught", "cancelled"])
+async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_outlived_the_block(
+    database, store, form, ends
+):
+    slow = Twice(database)
+
+    async def work():
+        async with order(database, fence=form):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            if ends == "cancelled":
+                asyncio.current_task().cancel()
+                await started
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+
+    with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
+        await asyncio.create_task(work())
+    assert is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    assert not is_held(store)
+    assert await in_database(committed, database) == {"a"}
+
+
+async def stop_waiting_for(function, slow):
+    """Call a function of a thread, and stop to wait for it in the task that has called it, once its work has begun."""
+
+    async def end():
+        await slow.wait_until_reached()
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            ending = asyncio.create_task(end())
+            await sync_to_async(function, thread_sensitive=False)()
+    await ending
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("point", ["before", "inside"])
+async def test_task_does_not_have_the_lease_of_a_function_for_which_it_has_stopped_waiting(database, store, point):
+    # InnoDB locks the gaps beside a deleted row of the same name until it is purged, and with them other names.
+    slow = Slow(database, point, name=f"slow {uuid4()}")
+    await stop_waiting_for(locking(slow), slow)
+    for retry in (locking(Slow(database, "none"), wait=0), lambda: add_locked(database)):
+        with pytest.raises(AcquireTimeout):
+            await sync_to_async(in_thread, thread_sensitive=False)(retry, ())
+    await sync_to_async(add)(database, "the caller's own work")
+    assert is_held(store)
+    await slow.finish()
+    assert slow.error is None
+    await asyncio.to_thread(until, lambda: not is_held(store))
+    await sync_to_async(add)(database, "and more of it")
+    assert await in_database(committed, database) == {slow.name, "the caller's own work", "and more of it"}
+
+
+def add_locked(database):
+    with atomic(database), order(database, wait=0):  # inside a transaction it would join a lease of its own
+        add(database)
+
+
+async def in_thread_of_asgiref(work):
+    return await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+
+
+ELSEWHERE = {
+    "same loop": lambda loop, pool, work: asyncio.run_coroutine_threadsafe(in_thread_of_asgiref(work), loop).result(
+        WITHIN
+    ),
+    "own loop": lambda loop, pool, work: asyncio.run(in_thread_of_asgiref(work)),
+    "pool": lambda loop, pool, work: pool.submit(contextvars.copy_context().run, in_thread, work, ()).result(WITHIN),
+}
+
+
+@pytest.mark.parametrize("start", ELSEWHERE)
+async def test_work_that_a_function_of_a_thread_starts_elsewhere_is_fenced(database, store, start):
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        await sync_to_async(bool, thread_sensitive=False, executor=pool)()  # asgiref has used the pool's thread
+
+        def work():
+            with order(database) as lease:
+                assert ELSEWHERE[start](loop, pool, lambda: add(database)) == lease.token
+
+        await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("start", ["same loop", "own loop"])
+async def test_work_that_a_function_of_a_thread_starts_elsewhere_may_join_its_lease(database, store, start):
+    loop = asyncio.get_running_loop()
+
+    def joining():
+        with order(database, reentrant=True, wait=0) as lease:
+            return lease.token
+
+    def work():
+        with order(database) as lease:
+            assert ELSEWHERE[start](loop, None, joining) == lease.token
+
+    await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+    assert not is_held(store)
+
+
+def test_context_of_a_function_that_has_returned_is_handed_back_although_its_caller_was_cancelled():
+    def caller():
+        context = contextvars.copy_context()
+        context.run(leases_of_context.set, ("a lease",))
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                raise asyncio.CancelledError
+            finally:
+                sync._restore_context(context)
+        return leases_of_context.get()
+
+    assert contextvars.copy_context().run(caller) == ("a lease",)
+
+
+def test_step_of_asgiref_is_wrapped_once_and_missed_with_a_warning(monkeypatch):
+    wrapped = sync._restore_context
+    assert type(wrapped).__module__ == keep_from_callers.__module__
+    keep_from_callers()
+    assert sync._restore_context is wrapped
+    with monkeypatch.context() as without:
+        without.delattr(sync, "_restore_context")
+        with pytest.warns(RuntimeWarning, match="Install an older asgiref"):
+            keep_from_callers()
+
+
+async def test_coroutine_that_a_function_of_a_thread_calls_has_its_lease(database, store):
+    async def call():
+        return await sync_to_async(add)(database)
+
+    def work():
+        with order(database) as lease:
+            assert async_to_sync(call)() == lease.token
+
+    await sync_to_async(work)()
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_task_that_outlives_the_block_in_which_it_was_started_begins_no_transaction(database, store, is_first):
+    go_on = asyncio.Event()
+
+    async def background():
+        if not is_first:
+            await in_database(add, database, "first")
+        await go_on.wait()
+        await in_database(add, database, "late")
+
+    async with order(database):
+        task = asyncio.create_task(background())
+        if not is_first:
+            await in_database(until, lambda: committed(database) == {"first"})
+    go_on.set()
+    with pytest.raises(LeaseLost):
+        await task
+    assert await in_database(committed, database) == (set() if is_first else {"first"})
+
+
+@pytest.mark.parametrize(("shared", "again", "is_refused"), [(0, 0, False), (1, 1, False), (1, 0, False), (0, 1, True)])
+async def test_task_that_outlives_the_block_may_work_under_the_same_lock_taken_anew(
+    database, store, shared, again, is_refused
+):
+    go_on = asyncio.Event()
+
+    async def background():
+        await go_on.wait()
+        async with order(database, shared=bool(again)):
+            await in_database(add, database)
+        await in_database(add, database, "later")
+
+    async with order(database, shared=bool(shared)):
+        task = asyncio.create_task(background())
+    go_on.set()
+    with pytest.raises(LeaseLost) if is_refused else contextlib.nullcontext():
+        await task
+    assert await in_database(committed, database) == (set() if is_refused else {"a", "later"})
+
+
+async def test_lock_of_another_name_lets_no_work_go_on_that_outlives_the_block(database, store):
+    """It may be a part of that work, as where a function first waits for a lock of its own after the time limit."""
+    go_on = asyncio.Event()
+
+    async def background():
+        await go_on.wait()
+        async with lock("invoice", 7, using=database):
+            await in_database(add, database)
+
+    async with order(database):
+        task = asyncio.create_task(background())
+    go_on.set()
+    with pytest.raises(LeaseLost, match="order:42"):
+        await task
+    assert await in_database(committed, database) == set()
+
+
+async def test_second_release_in_another_task_lets_no_work_go_on_that_was_left(database, store):
+    go_on = asyncio.Event()
+
+    async def background():
+        await go_on.wait()
+        await in_database(add, database)
+
+    lease = await order(database).aacquire()
+    task = asyncio.create_task(background())
+    await lease.arelease()
+    await asyncio.create_task(lease.arelease())
+    go_on.set()
+    with pytest.raises(LeaseLost):
+        await task
+
+
+@pytest.mark.parametrize("has_own_name", [False, True])
+async def test_task_that_starts_the_next_one_in_its_block_keeps_few_leases(store, has_own_name):
+    tasks, known = [], []
+
+    async def job(number):
+        async with lock("job", number if has_own_name else 0, fence=False):
+            known.append(len(leases_of_context.get()))
+            if number < 5 * MAX_LEFT_LEASES:
+                tasks.append(asyncio.create_task(job(number + 1)))
+
+    await job(0)
+    while tasks:
+        await tasks.pop()
+    assert len(known) == 5 * MAX_LEFT_LEASES + 1
+    assert max(known) <= (MAX_LEFT_LEASES + 2 if has_own_name else 2)
+
+
+async def test_task_with_an_empty_context_may_outlive_the_block(database, store):
+    async with order(database):
+        task = asyncio.create_task(in_database(add, database), context=contextvars.Context())
+    await task
+    assert await in_database(committed, database) == {"a"}
+
+
+@pytest.mark.parametrize("release", ["in_another_task", "in_a_thread"])
+async def test_task_may_go_on_with_other_work_after_its_lease_was_released_elsewhere(database, store, release):
+    lease = await order(database).aacquire()
+    if release == "in_a_thread":
+        await asyncio.to_thread(lease.release)
+    else:
+        await asyncio.create_task(lease.arelease())
+    assert not is_held(store)
+    await in_database(add, database)
+    assert await in_database(committed, database) == {"a"}
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "in a task"])
+async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store, apart):
+    for thread_sensitive in (True, False):
+        lease = await sync_to_async(order(database).acquire, thread_sensitive=thread_sensitive)()
+        release = sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
+        await (asyncio.shield(release) if apart else release)
+        await in_database(add, database, f"{thread_sensitive}")
+    assert await in_database(committed, database) == {"True", "False"}
+
+
+urlpatterns = []
+MIDDLEWARE_LEFT = threading.Event()
+LOCKS = "django_dlock.middleware.LockMiddleware"
+
+
+@async_only_middleware
+def noting_its_end(get_response):
+    async def middleware(request):
+        try:
+            return await get_response(request)
+        finally:
+            MIDDLEWARE_LEFT.set()
+
+    return middleware
+
+
+async def asks(database):
+    return await Counter.objects.using(database).acount()
+
+
+async def is_asked(slow):
+    slow.reached.set()
+    await asyncio.to_thread(slow.go_on.wait, WITHIN)
+
+
+def acquiring(slow):
+    lease = order(slow.database).acquire()
+    slow()
+    lease.release()
+
+
+def after_a_coroutine(slow):
+    async_to_sync(asks)(slow.database)
+    locking(slow)()
+
+
+def in_a_second_coroutine(slow):
+    with order(slow.database):
+        async_to_sync(asks)(slow.database)
+        async_to_sync(is_asked)(slow)
+        slow()
+
+
+WAYS = [lambda slow: locking(slow)(), acquiring, after_a_coroutine, in_a_second_coroutine]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["block", "acquire", "after", "second"])
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+async def test_client_that_goes_away_does_not_end_the_lease_of_a_thread_between_transactions(
+    database, store, monkeypatch, way
+):
+    slow = Slow(database, "before" if way is not in_a_second_coroutine else "none")
+    MIDDLEWARE_LEFT.clear()
+
+    def view(request, pk):
+        way(slow)
+        return HttpResponse()
+
+    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.noting_its_end", LOCKS]):
+        clear_url_caches()
+        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
+        client = ApplicationCommunicator(ASGIHandler(), scope)
+        await client.send_input({"type": "http.request", "body": b""})
+        await slow.wait_until_reached()
+        await client.send_input({"type": "http.disconnect"})
+        await asyncio.to_thread(MIDDLEWARE_LEFT.wait, WITHIN)
+        next_one = asyncio.create_task(order(database).aacquire())
+        await auntil(lambda: is_awaited(store))
+        assert not next_one.done()
+        await slow.finish()
+        await (await next_one).arelease()
+        await client.wait(WITHIN)
+    assert slow.error is None
+    assert await in_database(committed, database) == {"a"}

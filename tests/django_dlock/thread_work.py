@@ -1,0 +1,102 @@
+"""Work in threads and tasks that the tests of asyncio stop and let go on."""
+
+import asyncio
+import threading
+
+from django.db import connections
+from django.db.transaction import atomic
+
+from django_dlock import lock
+from django_dlock.models import Fence
+from tests.testapp.models import Counter
+
+WITHIN = 60.0
+
+
+def order(database, **options):
+    return lock("order", 42, using=database, **options)
+
+
+def add(database, name="a"):
+    with atomic(database):
+        Counter.objects.using(database).create(name=name)
+        return Fence.objects.using(database).filter(name="order:42").values_list("token", flat=True).first()
+
+
+class Slow:
+    """Work in a thread that stops at a point until it may go on."""
+
+    def __init__(self, database, point="inside", name="a"):
+        self.database, self.point, self.name = database, point, name
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.error = None
+        self.over = threading.Event()
+
+    def __call__(self):
+        try:
+            self.at("before")
+            with atomic(self.database):
+                Counter.objects.using(self.database).create(name=self.name)
+                self.at("inside")
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            connections[self.database].close()
+            self.over.set()
+
+    def at(self, point):
+        if point == self.point:
+            self.reached.set()
+            self.go_on.wait(WITHIN)
+
+    async def wait_until_reached(self):
+        await asyncio.to_thread(self.reached.wait, WITHIN)
+
+    async def finish(self):
+        self.go_on.set()
+        await asyncio.to_thread(self.over.wait, WITHIN)
+
+
+class Twice(Slow):
+    """Two transactions in a thread, of which only the first has begun when it may go on."""
+
+    def __call__(self):
+        try:
+            with atomic(self.database):
+                Counter.objects.using(self.database).create(name="a")
+                self.at("inside")
+            add(self.database, "b")
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            connections[self.database].close()
+            self.over.set()
+
+
+def locking(slow, **options):
+    """Return a function that takes the lock itself, and works in its block."""
+
+    def work():
+        with order(slow.database, **options):
+            slow()
+
+    return work
+
+
+async def in_database(function, *args):
+    return await asyncio.to_thread(in_thread, function, args)
+
+
+def in_thread(function, args):
+    try:
+        return function(*args)
+    finally:
+        connections.close_all()
+
+
+def forget_connections():
+    for connection in connections.all(initialized_only=True):
+        connection.close()
+        del connections[connection.alias]
