@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -316,6 +318,41 @@ class Pooled:
         return getattr(self._session, name)
 
     def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_close_ends_the_idle_sessions_of_the_store(request, django_db_blocker, session):
+    request.getfixturevalue(server_of("postgresql"))
+    with django_db_blocker.unblock():
+        store: Any = made("postgresql", session=session)
+        sessions = store._server._sessions if session else store._sessions
+        ((number,),) = run(sessions._ask(BLOCKING, NAME, "SELECT pg_backend_pid()"))
+        store.close()
+    engine = create_engine(URLS["psycopg"])
+    with engine.connect() as other:
+        ended = text("SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = :number)")
+        until(lambda: other.scalar(ended, {"number": number}))
+    engine.dispose()
+
+
+@pytest.mark.parametrize("store", ["mariadb"], indirect=True)
+def test_server_waits_for_a_part_of_a_second_if_it_can(store):
+    """MySQL counts whole seconds: it would round a wait of less than half a second to none."""
+    engine = create_engine(URLS["mysqldb"])
+    lease = Lock(store, NAME).acquire()
+    waiter = threading.Thread(target=lambda: Lock(store, NAME, wait=30.25).acquire().release())
+    waiter.start()
+    with engine.connect() as other:
+        sent = until(
+            lambda: other.scalar(text("SELECT info FROM information_schema.processlist WHERE state = 'User lock'"))
+        )
+        is_mariadb = other.dialect.is_mariadb  # type: ignore[attr-defined]
+    lease.release()
+    waiter.join()
+    engine.dispose()
+    (seconds,) = re.findall(r"GET_LOCK\('[^']*', ([0-9.]+)(?:e0)?\)", sent)
+    assert 29 < float(seconds) <= 31
+    assert float(seconds).is_integer() is not is_mariadb
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)

@@ -105,7 +105,7 @@ def test_snapshot_of_an_outer_transaction_counts_before_the_session_has_joined_i
     assert not is_held(store)
 
 
-@levels([("mariadb", "repeatable read"), ("pymysql", "repeatable read")])
+@levels([("mariadb", "repeatable read"), ("pymysql", "repeatable read"), ("postgresql", "repeatable read")])
 def test_careless_holder_reads_what_was_there_before_the_lock(engine, store):
     with Session(engine) as session:
         seen(session)
