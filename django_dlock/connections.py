@@ -113,10 +113,24 @@ def restore_on_rollback(instance: object, values: dict[str, object], *, using: s
     The instance is not kept alive, and an instance that is written many times is recorded once. ABSENT removes an
     attribute.
     """
+    transaction = _undoing_transaction(using)
+    if transaction is not None:
+        transaction.restore_on_rollback(instance, values)
+
+
+def call_on_rollback(step: Callable[[], object], *, using: str = "default") -> None:
+    """Call a function if the work done so far is undone; see `Transaction.undo`."""
+    transaction = _undoing_transaction(using)
+    if transaction is not None:
+        transaction.undo.append(step)
+
+
+def _undoing_transaction(using: str) -> Transaction | None:
+    """Return the open transaction, and notice from now on when its savepoints are rolled back by hand."""
     transaction = open_transaction(connections[using])
     if transaction is not None:
-        tracker_for(connections[using]).listen()  # savepoints may be rolled back by hand
-        transaction.restore_on_rollback(instance, values)
+        tracker_for(connections[using]).listen()
+    return transaction
 
 
 def roll_back_refusal(answer: T, *aliases: str) -> T:

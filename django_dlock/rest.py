@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from django.db import connections
+from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
+from django_dlock.connections import call_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
@@ -44,7 +46,9 @@ _NO_OBJECT_ACTIONS = ("list", "create")
 
 
 _SHOWN = "_dlock_shown"
-"""Attribute of a serializer that keeps the instance whose data it has made, and the version that it had then."""
+"""Attribute of a serializer that keeps the instance whose data it has made, and the version that it had then.
+
+The version is None if it was read later than the data, and if the work that wrote it has been undone."""
 
 
 @guards
@@ -111,6 +115,7 @@ class PreconditionMixin(_View):
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
     _dlock_checked: Sequence[_Checked] = ()
+    _dlock_serializers: Sequence[Any] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -195,18 +200,28 @@ class PreconditionMixin(_View):
         self._require_any_check(request, response)
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
         shown, version = self._dlock_shown(response) if shows_it else (None, None)
-        if shown is not None and version is not None and not _is_to_be_rolled_back(shown):
+        if shown is not None and version is not None:
             tag = tag_of_version(type(shown), shown.pk, version, self._dlock_variant())
             response.headers.setdefault("ETag", tag)
+            # Of a preview, that is: the next writer may get the same version.
+            call_on_rollback(partial(response.headers.pop, "ETag", None), using=_database_of(shown))
             if any(each.is_known for each in self._dlock_checked if each.instance is shown and each.version == version):
                 response.status_code, response.data = 304, None
         return response
 
-    def get_serializer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the serializer; the ETag is that of the version that it shows, even if the object changes later."""
-        serializer = super().get_serializer(*args, **kwargs)
+    @property
+    def get_serializer(self) -> Callable[..., Any]:
+        """Make the serializer; the ETag is that of the version that it shows, even if the object changes later.
+
+        A view without serializers, such as an APIView, has no such method: REST framework looks for it.
+        """
+        return partial(self._dlock_make_serializer, super().get_serializer)
+
+    def _dlock_make_serializer(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        serializer = make(*args, **kwargs)
         if isinstance(serializer, serializers.Serializer):
-            _remember_shown(serializer)
+            serializer.to_representation = partial(_represent, serializer)  # type: ignore[method-assign]
+            self._dlock_serializers = [*self._dlock_serializers, serializer]
         return serializer
 
     def _dlock_shown(self, response: Any) -> tuple[Any, int | None]:
@@ -224,8 +239,25 @@ class PreconditionMixin(_View):
         ):
             choose = min if self.request.method in READ_METHODS else max
             instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
-        at_once = getattr(serializer, _SHOWN, None)
-        return at_once if at_once is not None and at_once[0] is instance else (instance, _known_version(instance))
+        makers = self._dlock_serializers if serializer is None else [serializer]
+        made: list[tuple[Any, Any]] = [getattr(each, _SHOWN, (None, None)) for each in makers]
+        if seen := [version for shown, version in made if shown is instance]:
+            return instance, None if None in seen else min(seen)
+        return instance, self._dlock_version_now(instance)
+
+    def _dlock_version_now(self, instance: Any) -> int | None:
+        """Return the version of an instance that was shown in an unknown version; None if others have changed it since.
+
+        Then what was shown may be older than what was read last.
+        """
+        if instance is None:
+            return None
+        require_version(type(instance))
+        version, same = _known_version(instance), [each for each in self._dlock_checked if each.instance == instance]
+        if version is None or not same:
+            return version
+        is_own = any(has_had(each.instance, each.version) and has_had(each.instance, version) for each in same)
+        return version if is_own else None
 
     def _require_checked(self, instance: Any) -> None:
         instance = unwrapped(instance)
@@ -258,33 +290,28 @@ class PreconditionMixin(_View):
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
 
 
-def _remember_shown(serializer: Any) -> None:
-    """Let a serializer remember the version of the instance whose data it has made: the instance may change later."""
-    represent = serializer.to_representation
-
-    def to_representation(instance: Any) -> Any:
-        setattr(serializer, _SHOWN, (unwrapped(instance), _known_version(instance)))
-        return represent(instance)
-
-    serializer.to_representation = to_representation
+def _represent(serializer: Any, instance: Any) -> Any:
+    """Make the data of an instance as its serializer does, and keep the version that it has now."""
+    shown, version = unwrapped(instance), _known_version(instance)
+    setattr(serializer, _SHOWN, (shown, version))
+    if version is not None:
+        call_on_rollback(partial(setattr, serializer, _SHOWN, (shown, None)), using=_database_of(shown))
+    return type(serializer).to_representation(serializer, instance)
 
 
 def _known_version(instance: Any) -> int | None:
-    """Return the version of the data that an instance has; None if it was read later than they, or of no instance."""
+    """Return the version of the data that an instance has; None if it was read later than they, or if there is none."""
     instance = unwrapped(instance)
-    if not isinstance(instance, Model):
+    if not isinstance(instance, Model) or not hasattr(type(instance), "_dlock_version"):
         return None
-    require_version(type(instance))
     try:
         return read_version(instance)
     except ValueError:
         return None
 
 
-def _is_to_be_rolled_back(instance: Any) -> bool:
-    """Return whether its transaction is marked so, as that of a preview: the next writer may get the same version."""
-    alias = instance._state.db
-    return alias is not None and connections[alias].needs_rollback
+def _database_of(instance: Any) -> str:
+    return instance._state.db or DEFAULT_DB_ALIAS
 
 
 class VersionedSerializerMixin(_Serializer):

@@ -28,6 +28,7 @@ from sqla_dlock.transactions import (
     connections_of,
     in_transaction,
     note_past,
+    on_close,
     on_end,
     on_savepoint_rollback,
     on_transaction,
@@ -113,7 +114,7 @@ class TiedSession:
             self.tie.detach(handle)
         else:
             self._pending.append(handle)
-            on_unbegun_close(session, self._closed)
+            self._stop.append(on_unbegun_close(session, self._closed))
         if self.tie.is_over:
             self.forget()
 
@@ -327,7 +328,7 @@ class SessionAcquire(LockAcquire):
 
     def _new_acquisition(self) -> Acquisition:
         if self._stop_listening is None:
-            self._stop_listening = on_unbegun_close(self.lock.session, self._note_closed)
+            self._stop_listening = on_close(self.lock.session, self._note_closed)
         return super()._new_acquisition()
 
     def _note_closed(self) -> None:

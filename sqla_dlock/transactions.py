@@ -31,6 +31,7 @@ __all__ = [
     "connections_of",
     "in_transaction",
     "note_past",
+    "on_close",
     "on_end",
     "on_savepoint_rollback",
     "on_transaction",
@@ -141,12 +142,19 @@ def on_unbegun_close(session: Session, hook: Callable[[], None]) -> Stop:
 
     It may also be called after one has begun, if that was interrupted. Returns the function that stops it.
     """
-    closings = _hooks_of(session).closings
-    closings.append(hook)
+    return _stop_for(session, _hooks_of(session).unbegun_closings, hook)
+
+
+def on_close(session: Session, hook: Callable[[], None]) -> Stop:
+    """Call `hook()` whenever the session is closed, reset or invalidated; returns the function that stops it."""
+    return _stop_for(session, _hooks_of(session).closings, hook)
+
+
+def _stop_for(session: Session, known: dict[Callable[[], None], None], hook: Callable[[], None]) -> Stop:
+    known[hook] = None
 
     def stop() -> None:
-        if hook in closings:
-            closings.remove(hook)
+        known.pop(hook, None)
         _forget(session)
 
     return stop
@@ -175,9 +183,9 @@ def _close(found: ref[Session], name: str) -> None:
     try:
         getattr(type(session), name)(session)
     finally:
-        if hooks is not None and (hooks.closings or hooks.root is not None):
-            call_all([*hooks.closings, partial(settle_ended, session)])
-            hooks.closings.clear()
+        if hooks is not None and (hooks.closings or hooks.unbegun_closings or hooks.root is not None):
+            call_all([*hooks.closings, *hooks.unbegun_closings, partial(settle_ended, session)])
+            hooks.unbegun_closings.clear()
         _forget(session)
 
 
@@ -185,18 +193,19 @@ def _forget(session: Session) -> None:
     """Stop listening to a session that has no hooks left."""
     own = vars(session)
     hooks: _SessionHooks | None = own.get("_dlock_hooks")
-    if hooks is None or not (hooks.root or hooks.beginnings or hooks.work or hooks.closings):
+    if hooks is None or not (hooks.root or hooks.beginnings or hooks.work or hooks.closings or hooks.unbegun_closings):
         for name in _OURS:
             own.pop(name, None)
 
 
 class _SessionHooks:
-    """The hooks on one session: at a begin, before work, at an unbegun close, and those of its root transaction."""
+    """The hooks on one session: at a begin, before work, at a close, and those of its root transaction."""
 
     def __init__(self) -> None:
         self.beginnings: dict[Callable[[], None], None] = {}
         self.work: list[Callable[[Connection], None]] = []
-        self.closings: list[Callable[[], None]] = []
+        self.closings: dict[Callable[[], None], None] = {}
+        self.unbegun_closings: dict[Callable[[], None], None] = {}
         self.root: RootTransaction | None = None
         self.is_past = False
         """Whether the open transaction has bypassed a lease that was held at that time, and is no longer held."""
@@ -302,7 +311,7 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
         transaction.close()
         raise
     root.is_begun = True
-    hooks.closings.clear()  # The transaction now holds what they were to end.
+    hooks.unbegun_closings.clear()  # The transaction now holds what they were to end.
 
 
 @event.listens_for(Session, "after_begin", insert=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -55,7 +56,7 @@ def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) ->
     engine: Engine = backend.capabilities.transaction_database
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
-    if bind is engine and engine.dialect.is_async is not in_greenlet():
+    if bind is engine and (not in_greenlet() if engine.dialect.is_async else _is_of_async_session(session)):
         given, other = ("an AsyncEngine", "a Session") if engine.dialect.is_async else ("an Engine", "an AsyncSession")
         raise NotSupported(
             f"this store locks inside transactions of {given}, and {other} cannot have one: pass another store, made "
@@ -63,6 +64,12 @@ def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) ->
         )
     connection: Connection = session.connection(bind_arguments={"bind": bind})
     return None if is_autocommit(connection) else CallerTransaction(_Connection(connection), old_snapshot)
+
+
+def _is_of_async_session(session: Session) -> bool:
+    """Return whether an AsyncSession has made this session; no I/O, and no import: greenlet may be missing."""
+    loaded = sys.modules.get("sqlalchemy.ext.asyncio")
+    return loaded is not None and loaded.async_session(session) is not None
 
 
 class _Connection:

@@ -1,6 +1,7 @@
 """Django REST framework: ETag and If-Match on a viewset."""
 
 import contextlib
+import copy
 import json
 import pickle
 import threading
@@ -17,9 +18,11 @@ from django.utils.functional import SimpleLazyObject
 from rest_framework import generics, routers, serializers, viewsets
 from rest_framework.decorators import action
 from rest_framework.permissions import BasePermission
+from rest_framework.renderers import BrowsableAPIRenderer
 from rest_framework.request import clone_request
 from rest_framework.response import Response
 from rest_framework.test import APIClient, APIRequestFactory
+from rest_framework.views import APIView
 
 from django_dlock.errors import PreconditionFailed, PreconditionRequired, StaleObject
 from django_dlock.preconditions import etag_of
@@ -970,6 +973,153 @@ def test_preview_that_is_rolled_back_has_no_tag(use_database):
         shown = send(Preview.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
     assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
     assert Draft.objects.get().title == "first"
+
+
+class PreviewInItsBlock(Lenient):
+    def update(self, request, **kwargs):
+        with transaction.atomic():
+            answer = super().update(request, **kwargs)
+            transaction.set_rollback(True)
+        return answer
+
+
+class PreviewToASavepoint(Lenient):
+    def update(self, request, **kwargs):
+        with transaction.atomic():
+            savepoint = transaction.savepoint()
+            answer = super().update(request, **kwargs)
+            transaction.savepoint_rollback(savepoint)
+        return answer
+
+
+class PreviewOfItsData(Lenient):
+    def perform_update(self, serializer):
+        with transaction.atomic():
+            super().perform_update(serializer)
+            assert serializer.data["title"] == "mine"
+            transaction.set_rollback(True)
+
+
+class PreviewAroundItself(Lenient):
+    def dispatch(self, request, **kwargs):
+        with transaction.atomic():
+            answer = super().dispatch(request, **kwargs)
+            transaction.set_rollback(True)
+        return answer
+
+
+class PreviewThatLooksAgain(PreviewInItsBlock):
+    def update(self, request, **kwargs):
+        answer = super().update(request, **kwargs)
+        Draft.objects.update(title="theirs")
+        answer.data.serializer.instance.refresh_from_db()
+        return answer
+
+
+PREVIEWS = [PreviewInItsBlock, PreviewToASavepoint, PreviewOfItsData, PreviewAroundItself, PreviewThatLooksAgain]
+
+
+@pytest.mark.parametrize("kind", PREVIEWS)
+def test_preview_that_a_view_rolls_back_itself_has_no_tag_of_a_version_that_never_was(use_database, kind):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.status_code, shown.data["title"], shown.has_header("ETag")) == (200, "mine", False)
+
+
+class Enveloped(Lenient):
+    def shown(self, draft):
+        return {"draft": self.get_serializer(draft).data}
+
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        body = self.shown(draft)
+        Draft.objects.update(title="theirs")
+        draft.refresh_from_db()
+        return Response(body)
+
+
+class WithOwnSerializer(Enveloped):
+    def shown(self, draft):
+        return DraftSerializer(draft).data
+
+
+class WithOwnGetSerializer(Enveloped):
+    def get_serializer(self, *args, **kwargs):
+        return DraftSerializer(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Enveloped, WithOwnSerializer, WithOwnGetSerializer])
+def test_tag_is_never_newer_than_the_body_however_the_view_has_made_it(use_database, kind):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    shown = send(kind.as_view(), "get", draft, {})
+    assert "first" in str(shown.data)
+    assert shown.headers.get("ETag") == (etag_of(draft, variant="json") if kind is Enveloped else None)
+
+
+@pytest.mark.parametrize("kind", [WithOwnSerializer, WithOwnGetSerializer])
+def test_body_that_a_view_makes_in_its_own_way_has_a_tag_if_nobody_else_has_changed_the_object(use_database, kind):
+    class Saving(kind):
+        def retrieve(self, request, **kwargs):
+            draft = self.get_object()
+            draft.title = "read"
+            draft.save()
+            return Response(self.shown(draft))
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    assert send(Saving.as_view(), "get", draft, {})["ETag"] == etag_of(Draft.objects.get(), variant="json")
+
+
+def test_action_may_show_another_model_without_a_version(use_database):
+    class CounterSerializer(serializers.ModelSerializer):
+        class Meta:
+            model = Counter
+            fields = ["name"]
+
+    class Drafts(PreconditionMixin, viewsets.ModelViewSet):
+        queryset = Draft.objects.all()
+        serializer_class = DraftSerializer
+
+        @action(detail=False, methods=["post"], serializer_class=CounterSerializer)
+        def count(self, request):
+            serializer = self.get_serializer(data=request.data)
+            serializer.is_valid(raise_exception=True)
+            serializer.save()
+            return Response(serializer.data, 201)
+
+    use_database("default")
+    view = Drafts.as_view({"post": "count"}, serializer_class=CounterSerializer)
+    answer = view(APIRequestFactory().post("/", {"name": "a"}, format="json"))
+    assert (answer.status_code, answer.data, answer.has_header("ETag")) == (201, {"name": "a"}, False)
+
+
+def test_view_without_serializers_has_no_method_for_them(use_database):
+    class Own(PreconditionMixin, APIView):
+        def get_object(self):
+            return Draft.objects.get()
+
+        def get(self, request):
+            return Response({"title": self.get_object().title})
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    assert not hasattr(Own(), "get_serializer")
+    assert Own.as_view()(APIRequestFactory().options("/")).status_code == 200
+    page = Own.as_view(renderer_classes=[BrowsableAPIRenderer])(
+        APIRequestFactory().get("/", headers={"Accept": "text/html"})
+    )
+    assert page.render().status_code == 200
+    assert Own.as_view()(APIRequestFactory().get("/"))["ETag"] == etag_of(draft, variant="json")
+
+
+def test_serializer_of_a_view_can_be_copied_and_passed_on_to_another_process(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    serializer = Lenient(request=None, format_kwarg=None).get_serializer(draft)
+    serializer._context = {}  # The view cannot be pickled.
+    assert pickle.loads(pickle.dumps(serializer)).data == copy.deepcopy(serializer).data == serializer.data
 
 
 class OwnGetObject:

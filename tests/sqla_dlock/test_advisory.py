@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -440,6 +442,40 @@ async def test_store_of_an_engine_for_threads_is_refused_to_an_async_session_bef
     async with AsyncSession(make_async_engine("asyncpg")) as session:
         with pytest.raises(NotSupported, match="transactions of an Engine, and an AsyncSession cannot"):
             await alock(session, "order", 42, store=store).acquire()
+
+
+async def test_session_of_the_store_s_own_engine_is_fine_in_the_greenlet_of_an_async_connection(
+    engine, store, make_async_engine
+):
+    """As in a migration that `env.py` of Alembic runs by `connection.run_sync()`."""
+
+    def migrate(_: object) -> None:
+        with Session(engine) as session, lock(session, "order", 42, store=store):
+            session.execute(text("SELECT 1"))
+            session.commit()
+
+    async with make_async_engine("asyncpg").connect() as connection:
+        await connection.run_sync(migrate)
+
+
+def test_lock_of_a_session_of_a_thread_needs_no_greenlet(engine):
+    program = """
+import sys
+sys.modules["greenlet"] = None
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
+from sqla_dlock import lock
+from sqla_dlock.backends.advisory import from_engine
+from sqla_dlock.stores import Store
+engine = create_engine(sys.argv[1])
+for made in (Store("advisory", from_engine(engine)), Store("session", from_engine(engine, session=True))):
+    with Session(engine) as session, lock(session, "order", 42, store=made, fence=False):
+        session.execute(text("SELECT 1"))
+        session.commit()
+"""
+    url = engine.url.render_as_string(hide_password=False)
+    done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_store_of_an_engine_for_asyncio_is_refused_to_a_session_of_a_thread(make_engine, make_async_engine):

@@ -608,9 +608,27 @@ def test_session_that_is_closed_before_any_statement_lets_go_at_once(engine, sto
 
 
 @sqlite_only
+def test_lease_that_is_released_before_a_transaction_begins_leaves_no_hook_on_its_session(session, store):
+    order(session).acquire().release()
+    assert not {"close", "reset", "invalidate", "_dlock_hooks"} & vars(session).keys()
+
+
+def close_after_more_work(session):
+    session.rollback()
+    session.execute(text("SELECT 1"))
+    session.commit()
+    session.close()
+
+
+@sqlite_only
+@pytest.mark.parametrize(
+    "close", [lambda session: session.close(), close_after_more_work], ids=["at_once", "after_more_work"]
+)
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_session_that_is_closed_while_it_waits_gets_no_lease_that_nothing_would_end(engine, store, several, has_begun):
+def test_session_that_is_closed_while_it_waits_gets_no_lease_that_nothing_would_end(
+    engine, store, several, has_begun, close
+):
     with Session(engine) as holder, Session(engine) as session, ThreadPoolExecutor(1) as thread:
         lease = order(holder).acquire()
         if has_begun:
@@ -618,7 +636,7 @@ def test_session_that_is_closed_while_it_waits_gets_no_lease_that_nothing_would_
         wanted = lock(order(session), lock(session, "other")) if several else order(session)
         waiting = thread.submit(wanted.acquire)
         until_waited_for(store)
-        session.close()
+        close(session)
         lease.release()
         with pytest.raises(InvalidRequestError, match="closed while it waited for the lock 'order:42'"):
             waiting.result(60)
