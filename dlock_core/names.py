@@ -8,7 +8,7 @@ that differs between two processes would silently make two locks of one name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -243,7 +243,7 @@ def _no_text(part: object) -> TypeError:
         what += (
             ": pass several locks, and nothing else, to one lock(); above a function, write one @locked for each lock"
         )
-    elif isinstance(part, list | set | frozenset | Iterator):
+    elif isinstance(part, Collection | Iterator) and not hasattr(part, "read"):  # but no file
         what += ": pass several parts, or several locks, one by one, lock(*them)"
     elif callable(part) and (name := getattr(part, "__name__", "")):
         what += f" {name!r}: call it, {name}()"

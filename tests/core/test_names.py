@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import partial
 from http.cookies import SimpleCookie
 from ipaddress import ip_address
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -277,10 +277,18 @@ def test_record_with_its_own_text_is_a_key() -> None:
     assert join("order", Reference(order_id=42, note="x")) == "order:42"
 
 
-@pytest.mark.parametrize("parts", [[1, 2], {1}, frozenset(), iter([1])], ids=["list", "set", "frozenset", "iterator"])
+SEVERAL = [[1, 2], (1, 2), {1}, frozenset(), range(2), {1: 2}.keys(), iter([1])]
+
+
+@pytest.mark.parametrize("parts", SEVERAL, ids=lambda parts: type(parts).__name__)
 def test_parts_in_a_list_are_to_be_passed_one_by_one(parts: object) -> None:
     with pytest.raises(TypeError, match=r"one by one, lock\(\*them\)"):
         join("order", parts)
+
+
+def test_file_is_no_list_of_parts() -> None:
+    with Path(__file__).open() as file, pytest.raises(TypeError, match="not TextIOWrapper, whose type defines no text"):
+        join("order", file)
 
 
 def test_method_that_was_not_called_is_named() -> None:
