@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from asgiref.sync import AsyncToSync
@@ -14,8 +13,9 @@ from django.utils.connection import ConnectionDoesNotExist
 from django_dlock.connections import in_transaction, initialized, listening_tracker
 from django_dlock.errors import NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
-from django_dlock.tie import TiedDatabases, current
+from django_dlock.tie import TiedDatabases, current, current_task
 from django_dlock.tracker import leases_of_context
+from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql import database
@@ -23,6 +23,7 @@ from dlock_core.transactions.transaction_lock import LockAcquire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextvars import ContextVar
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DatabaseAcquire", "no_lease_after", "open_sessions"]
 
-_holder_of_rows: Final[ContextVar[str]] = ContextVar("dlock_holder_of_rows", default="")
+_holder_of_rows: Final[ContextVar[str]] = flow_variable("dlock_holder_of_rows", "")
 """What has locked rows in this context, by `no_lease_after`."""
 
 
@@ -54,6 +55,12 @@ class DatabaseAcquire(LockAcquire):
     own_error = staticmethod(as_database_error)
     _here: dict[str, BaseDatabaseWrapper] | None = None
     """The connections of the thread that waits for this acquire."""
+
+    def take_handle(self) -> Tie:
+        """Create the caller's handle, which belongs to the task that runs now, if one does."""
+        tie, handle = super().take_handle(), self.lease
+        handle.flow = current_task()  # type: ignore[union-attr]
+        return tie
 
     @property
     def database(self) -> str:

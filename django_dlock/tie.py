@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -22,10 +21,12 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
+from django_dlock.thread_calls import noting_left_calls
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
+from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
@@ -40,6 +41,7 @@ from dlock_core.transactions.tie import TieState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextvars import ContextVar
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -50,9 +52,9 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["TiedDatabases", "apart", "current"]
+__all__ = ["TiedDatabases", "apart", "current", "current_task"]
 
-_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = ContextVar("dlock_kept_leases", default=None)
+_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = flow_variable("dlock_kept_leases", None)
 """Handles without a block and without a transaction: a request keeps them to its end, even if the caller does not.
 
 None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
@@ -77,12 +79,11 @@ class TiedDatabases:
         self.is_aborted = False
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
-        self.is_left = False
-        """Whether the task that acquired it has released it: only copies of its context still have the lease, those of
-        threads and tasks that were started under it and are still at work, perhaps because of a time limit."""
+        self._is_done_with = False
+        """Whether the task that acquired it has released its own handles."""
         self._thread = threading.get_ident()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
-        self._task = _current_task()
+        self._task = current_task()
         """The task that acquired it; None if a thread did."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
@@ -114,15 +115,9 @@ class TiedDatabases:
             self._end_with_transaction(transaction, handle)
         known = leases_of_context.get()
         if known:
-            left = [each for each in known if each.is_left and not self._is_taken_for(each)]
+            left = [each for each in known if each.is_left]
             known = (*left[-MAX_LEFT_LEASES:], *[each for each in known if _is_held(each)])
         leases_of_context.set((*known, self))
-
-    def _is_taken_for(self, other: TiedDatabases) -> bool:
-        """Return whether this is the same lock, at least as exclusive: what works under it now is not cut off."""
-        request, left = self.held.request, other.held.request
-        same_lock = (left.name, other.held.backend) == (request.name, self.held.backend)
-        return same_lock and (left.shared or not request.shared)
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Attach a handle that has joined the lease."""
@@ -257,18 +252,32 @@ class TiedDatabases:
 
         In a task, transactions that are still open belong to threads, which have their own contexts.
         """
-        if not self.tie.handles and (not self.tie.open or runtime is not BLOCKING):
-            self.note_left()
+        if self.tie.open and runtime is BLOCKING:
+            return
+        if self.note_done() or not self.tie.handles:
             self.forget()
 
-    def note_left(self) -> None:
-        """Record that nothing needs the lease any more, if this is the task that acquired it."""
-        if self.tie.state is not TieState.ABANDONED and self._task is not None and self._task is _current_task():
-            self.is_left = True
+    def note_done(self) -> bool:
+        """Record, and return, whether this is the task that acquired the lease and it needs the lease no more."""
+        if self._task is None or self._task is not current_task() or self.tie.state is TieState.ABANDONED:
+            return False
+        handles: list[Any] = [each() for each in self.tie.handles.copy()]
+        if not any(each is not None and each.flow is self._task for each in handles):
+            self._is_done_with = True
+        return self._is_done_with
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the task that acquired it has released it, and nobody else needs it.
+
+        Only copies of its context still have the lease then, those of threads and tasks that were started under it and
+        are still at work, perhaps because of a time limit.
+        """
+        return self._is_done_with and not self.tie.handles
 
     def forget(self) -> None:
         """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
-        if self.is_left and self._task is not _current_task():
+        if self.is_left and self._task is not current_task():
             return
         others: tuple[TiedDatabases, ...] = ()
         if (known := leases_of_context.get()) != (self,):
@@ -344,7 +353,7 @@ class TiedDatabases:
             )
 
 
-def _current_task() -> ref[asyncio.Task[Any]] | None:
+def current_task() -> ref[asyncio.Task[Any]] | None:
     """Return the only weak reference to the task that runs now; None in a thread."""
     task = asyncio.current_task() if in_task() else None
     return None if task is None else ref(task)
@@ -369,7 +378,8 @@ def apart() -> Iterator[None]:
     """
     token, kept = leases_of_context.set(()), _kept.set(())
     try:
-        yield
+        with noting_left_calls():
+            yield
     finally:
         leases_of_context.reset(token)
         _kept.reset(kept)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from threading import RLock
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from django.db import DatabaseError, Error, ProgrammingError
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.transactions import Transaction, is_undone, text_of
+from dlock_core.flow import flow_variable
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.sql.statement_kinds import is_data_statement
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
@@ -28,6 +28,7 @@ from dlock_core.transactions.tie import Outcome, call_all
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
+    from contextvars import ContextVar
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -39,7 +40,7 @@ __all__ = ["ConnectionTracker", "has_open_transaction", "leases_of_context", "tr
 logger = logging.getLogger("dlock")
 
 
-leases_of_context: Final[ContextVar[tuple[Any, ...]]] = ContextVar("dlock_leases", default=())
+leases_of_context: Final[ContextVar[tuple[Any, ...]]] = flow_variable("dlock_leases", ())
 """The leases (`TiedDatabases`) that this context holds, even in a thread with other connections."""
 
 # After an error PostgreSQL accepts no statement before the rollback to a savepoint.

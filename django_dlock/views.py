@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
@@ -24,6 +23,7 @@ from django_dlock.errors import as_database_error
 from django_dlock.locks import Lock, refuse_in_loop
 from django_dlock.names import kind_of
 from dlock_core.errors import DLockError
+from dlock_core.flow import flow_variable
 from dlock_core.late import runs_async
 from dlock_core.runtime import BLOCKING
 from dlock_core.transactions.tied_lease import reraise
@@ -39,6 +39,7 @@ from dlock_core.web.decorators import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextvars import ContextVar
 
     from django.db.models import Model
 
@@ -239,5 +240,5 @@ class _Plan(NamedTuple):
         return function(*args, **kwargs)
 
 
-_plan_of_outer: ContextVar[_Plan | None] = ContextVar("dlock_plan_of_outer", default=None)
+_plan_of_outer: ContextVar[_Plan | None] = flow_variable("dlock_plan_of_outer", None)
 """The plan that the outer `@locked` of a stack passes to the next one."""

@@ -10,18 +10,20 @@ import socket
 import sys
 import threading
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from dlock_core.flow import flow_variable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextvars import ContextVar
 
 __all__ = ["describe", "name_application", "request_line", "serving", "text"]
 
-request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
+request_line: ContextVar[str] = flow_variable("dlock_request_line", "")
 """The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string."""
 
 _application = ""

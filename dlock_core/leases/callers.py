@@ -10,12 +10,14 @@ Nothing here keeps a lease alive: one that is no longer referenced is no longer 
 from __future__ import annotations
 
 import threading
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
+from dlock_core.flow import flow_variable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextvars import ContextVar
 
     from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
@@ -32,7 +34,7 @@ A handle removes the entry at its end, or when it is garbage-collected; a WeakVa
 _held_besides: Final[dict[tuple[ref[Any], Backend, str], ref[LeaseRecord]]] = {}
 """Leases whose name is already in `_held`: for another thread or task, in another store, or as a lost lease."""
 _Chain = tuple["ref[LeaseRecord]", Any] | None
-_acquired: Final[ContextVar[tuple[_Chain, int]]] = ContextVar("dlock_acquired", default=(None, 0))
+_acquired: Final[ContextVar[tuple[_Chain, int]]] = flow_variable("dlock_acquired", (None, 0))
 """What threads have acquired in this context or in those it was copied from, newest first, and when to sweep it.
 
 The chain is immutable: what is acquired in a copy of the context must not be seen in the original or another copy."""

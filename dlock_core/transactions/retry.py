@@ -7,13 +7,13 @@ transaction to the attempts of their context.
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
+from dlock_core.flow import flow_variable
 from dlock_core.late import LateWork
 from dlock_core.observability import hooks
 from dlock_core.runtime import ASYNCIO, BLOCKING, RNG, full_jitter, run
@@ -22,6 +22,7 @@ from dlock_core.transactions.tie import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
+    from contextvars import ContextVar
 
     from dlock_core.options import Seconds
     from dlock_core.runtime import Runtime
@@ -143,7 +144,7 @@ class RetryAttempt:
         return next((reason for part in list(self.parts.values()) if (reason := part.obstacle())), "")
 
 
-current_attempts: Final[ContextVar[tuple[RetryAttempt, ...]]] = ContextVar("dlock_attempts", default=())
+current_attempts: Final[ContextVar[tuple[RetryAttempt, ...]]] = flow_variable("dlock_attempts", ())
 """The attempts of this context, the outermost first."""
 
 

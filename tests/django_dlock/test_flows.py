@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import contextvars
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -14,14 +16,16 @@ from asgiref.testing import ApplicationCommunicator
 from django.core.handlers.asgi import ASGIHandler
 from django.db.transaction import atomic
 from django.http import HttpResponse
-from django.test import override_settings
+from django.test import RequestFactory, override_settings
 from django.urls import clear_url_caches, path
 from django.utils.decorators import async_only_middleware
 
+import django_dlock
 from django_dlock import lock
 from django_dlock.errors import AcquireTimeout, LeaseLost
+from django_dlock.middleware import LockMiddleware
 from django_dlock.thread_calls import keep_from_callers
-from django_dlock.tie import MAX_LEFT_LEASES
+from django_dlock.tie import MAX_LEFT_LEASES, current
 from django_dlock.tracker import leases_of_context
 from tests.django_dlock.sessions import committed
 from tests.django_dlock.thread_work import WITHIN, Slow, Twice, add, in_database, in_thread, locking, order
@@ -102,17 +106,17 @@ async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_ou
     assert await in_database(committed, database) == {"a"}
 
 
-async def stop_waiting_for(function, slow):
+async def stop_waiting_for(function, wait_until_reached, **options):
     """Call a function of a thread, and stop to wait for it in the task that has called it, once its work has begun."""
 
     async def end():
-        await slow.wait_until_reached()
+        await asyncio.to_thread(wait_until_reached, WITHIN)
         limit.reschedule(asyncio.get_running_loop().time())
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as limit:
             ending = asyncio.create_task(end())
-            await sync_to_async(function, thread_sensitive=False)()
+            await sync_to_async(function, thread_sensitive=False, **options)()
     await ending
 
 
@@ -121,7 +125,7 @@ async def stop_waiting_for(function, slow):
 async def test_task_does_not_have_the_lease_of_a_function_for_which_it_has_stopped_waiting(database, store, point):
     # InnoDB locks the gaps beside a deleted row of the same name until it is purged, and with them other names.
     slow = Slow(database, point, name=f"slow {uuid4()}")
-    await stop_waiting_for(locking(slow), slow)
+    await stop_waiting_for(locking(slow), slow.reached.wait)
     for retry in (locking(Slow(database, "none"), wait=0), lambda: add_locked(database)):
         with pytest.raises(AcquireTimeout):
             await sync_to_async(in_thread, thread_sensitive=False)(retry, ())
@@ -196,6 +200,55 @@ def test_context_of_a_function_that_has_returned_is_handed_back_although_its_cal
     assert contextvars.copy_context().run(caller) == ("a lease",)
 
 
+async def test_lease_of_a_function_that_ends_after_its_caller_has_gone_on_is_released_with_the_request(
+    database, store, caplog
+):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def take():
+        lease = order(database).acquire()
+        reached.set()
+        go_on.wait(WITHIN)
+        return lease
+
+    async def view(request):
+        pool = ThreadPoolExecutor(1)
+        await stop_waiting_for(take, reached.wait, executor=pool)
+        go_on.set()
+        await asyncio.to_thread(pool.shutdown)
+        assert is_held(store)
+        return HttpResponse()
+
+    await LockMiddleware(view)(RequestFactory().get("/"))
+    assert not is_held(store)
+    assert "GET / ended without releasing order:42" in caplog.text
+
+
+foreign = contextvars.ContextVar("dlock_of_another_program")
+
+
+async def test_variables_of_other_programs_are_handed_back_as_before(database, store):
+    def work():
+        foreign.set("theirs")
+        locking(slow)()
+
+    slow = Slow(database)
+    await stop_waiting_for(work, slow.reached.wait)
+    assert (foreign.get(), current()) == ("theirs", [])
+    await slow.finish()
+    assert slow.error is None
+
+
+def test_every_context_variable_of_dlock_belongs_to_a_flow():
+    pattern = re.compile(r"\bContextVar\((?!name)")
+    made = [
+        path.name
+        for path in Path(django_dlock.__file__).parents[1].glob("*dlock*/**/*.py")
+        if pattern.search(path.read_text())
+    ]
+    assert made == ["thread_calls.py"]  # It remembers contexts, for a request and all that it starts.
+
+
 def test_step_of_asgiref_is_wrapped_once_and_missed_with_a_warning(monkeypatch):
     wrapped = sync._restore_context
     assert type(wrapped).__module__ == keep_from_callers.__module__
@@ -239,33 +292,14 @@ async def test_task_that_outlives_the_block_in_which_it_was_started_begins_no_tr
     assert await in_database(committed, database) == (set() if is_first else {"first"})
 
 
-@pytest.mark.parametrize(("shared", "again", "is_refused"), [(0, 0, False), (1, 1, False), (1, 0, False), (0, 1, True)])
-async def test_task_that_outlives_the_block_may_work_under_the_same_lock_taken_anew(
-    database, store, shared, again, is_refused
-):
+@pytest.mark.parametrize("parts", [("order", 42), ("invoice", 7)], ids=["same", "other"])
+async def test_no_lock_lets_work_go_on_that_outlives_the_block(database, store, parts):
+    """It may be a part of that work: of a function that takes the lock for each step, or first after the time limit."""
     go_on = asyncio.Event()
 
     async def background():
         await go_on.wait()
-        async with order(database, shared=bool(again)):
-            await in_database(add, database)
-        await in_database(add, database, "later")
-
-    async with order(database, shared=bool(shared)):
-        task = asyncio.create_task(background())
-    go_on.set()
-    with pytest.raises(LeaseLost) if is_refused else contextlib.nullcontext():
-        await task
-    assert await in_database(committed, database) == (set() if is_refused else {"a", "later"})
-
-
-async def test_lock_of_another_name_lets_no_work_go_on_that_outlives_the_block(database, store):
-    """It may be a part of that work, as where a function first waits for a lock of its own after the time limit."""
-    go_on = asyncio.Event()
-
-    async def background():
-        await go_on.wait()
-        async with lock("invoice", 7, using=database):
+        async with lock(*parts, using=database):
             await in_database(add, database)
 
     async with order(database):
@@ -274,6 +308,76 @@ async def test_lock_of_another_name_lets_no_work_go_on_that_outlives_the_block(d
     with pytest.raises(LeaseLost, match="order:42"):
         await task
     assert await in_database(committed, database) == set()
+
+
+def joining_in_a_transaction(database):
+    return atomic(database), order(database)
+
+
+def joining(database):
+    return contextlib.nullcontext(), order(database, reentrant=True)
+
+
+class Helped(Slow):
+    """Work that goes on, after its block was left, with a function that takes the same lock."""
+
+    def __init__(self, database, joins, *, is_inside):
+        super().__init__(database, "inside" if is_inside else "before")
+        self.joins = joins
+
+    def work(self):
+        self.at("before")
+        first, second = self.joins(self.database)
+        with first, second:
+            self.at("inside")
+            if self.point == "before":
+                Counter.objects.using(self.database).create(name="helped")
+        add(self.database)
+
+
+@pytest.mark.parametrize("joins", [joining, joining_in_a_transaction])
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("ends", ["caught", "cancelled"])
+async def test_function_of_a_block_that_was_left_writes_nothing_after_it_has_taken_the_lock_or_left_a_joined_block(
+    database, store, joins, is_inside, ends
+):
+    slow = Helped(database, joins, is_inside=is_inside)
+
+    async def work():
+        async with order(database):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            if ends == "cancelled":
+                asyncio.current_task().cancel()
+                await started
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+
+    with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
+        await asyncio.create_task(work())
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    assert await in_database(committed, database) == set()
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("joins", [joining, joining_in_a_transaction])
+async def test_task_that_has_left_its_block_is_apart_from_a_function_that_has_joined_its_lease(database, store, joins):
+    slow = Helped(database, joins, is_inside=True)
+
+    async def work():
+        async with order(database):
+            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
+            await slow.wait_until_reached()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(started, 0)
+        assert is_held(store)
+        assert current() == []
+        if "transaction" not in joins.__name__:
+            await in_database(add, database, "the caller's own work")
+
+    await work()
+    await slow.finish()
 
 
 async def test_second_release_in_another_task_lets_no_work_go_on_that_was_left(database, store):
@@ -292,12 +396,11 @@ async def test_second_release_in_another_task_lets_no_work_go_on_that_was_left(d
         await task
 
 
-@pytest.mark.parametrize("has_own_name", [False, True])
-async def test_task_that_starts_the_next_one_in_its_block_keeps_few_leases(store, has_own_name):
+async def test_task_that_starts_the_next_one_in_its_block_keeps_few_leases(store):
     tasks, known = [], []
 
     async def job(number):
-        async with lock("job", number if has_own_name else 0, fence=False):
+        async with lock("job", number, fence=False):
             known.append(len(leases_of_context.get()))
             if number < 5 * MAX_LEFT_LEASES:
                 tasks.append(asyncio.create_task(job(number + 1)))
@@ -306,7 +409,7 @@ async def test_task_that_starts_the_next_one_in_its_block_keeps_few_leases(store
     while tasks:
         await tasks.pop()
     assert len(known) == 5 * MAX_LEFT_LEASES + 1
-    assert max(known) <= (MAX_LEFT_LEASES + 2 if has_own_name else 2)
+    assert max(known) <= MAX_LEFT_LEASES + 2
 
 
 async def test_task_with_an_empty_context_may_outlive_the_block(database, store):

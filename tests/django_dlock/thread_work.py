@@ -34,16 +34,19 @@ class Slow:
 
     def __call__(self):
         try:
-            self.at("before")
-            with atomic(self.database):
-                Counter.objects.using(self.database).create(name=self.name)
-                self.at("inside")
+            self.work()
         except BaseException as error:
             self.error = error
             raise
         finally:
             connections[self.database].close()
             self.over.set()
+
+    def work(self):
+        self.at("before")
+        with atomic(self.database):
+            Counter.objects.using(self.database).create(name=self.name)
+            self.at("inside")
 
     def at(self, point):
         if point == self.point:
@@ -61,18 +64,9 @@ class Slow:
 class Twice(Slow):
     """Two transactions in a thread, of which only the first has begun when it may go on."""
 
-    def __call__(self):
-        try:
-            with atomic(self.database):
-                Counter.objects.using(self.database).create(name="a")
-                self.at("inside")
-            add(self.database, "b")
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            connections[self.database].close()
-            self.over.set()
+    def work(self):
+        super().work()
+        add(self.database, "b")
 
 
 def locking(slow, **options):
