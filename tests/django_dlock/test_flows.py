@@ -14,6 +14,7 @@ from asgiref import sync
 from asgiref.sync import async_to_sync, sync_to_async
 from asgiref.testing import ApplicationCommunicator
 from django.core.handlers.asgi import ASGIHandler
+from django.db import connections
 from django.db.transaction import atomic
 from django.http import HttpResponse
 from django.test import RequestFactory, override_settings
@@ -209,6 +210,7 @@ async def test_lease_of_a_function_that_ends_after_its_caller_has_gone_on_is_rel
         lease = order(database).acquire()
         reached.set()
         go_on.wait(WITHIN)
+        connections[database].close()
         return lease
 
     async def view(request):
