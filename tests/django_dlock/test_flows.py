@@ -436,8 +436,8 @@ async def test_task_may_go_on_with_other_work_after_its_lease_was_released_elsew
 @pytest.mark.parametrize("apart", [False, True], ids=["", "in a task"])
 async def test_task_may_go_on_after_functions_of_threads_have_taken_and_released_a_lease(database, store, apart):
     for thread_sensitive in (True, False):
-        lease = await sync_to_async(order(database).acquire, thread_sensitive=thread_sensitive)()
-        release = sync_to_async(lease.release, thread_sensitive=thread_sensitive)()
+        lease = await sync_to_async(in_thread, thread_sensitive=thread_sensitive)(order(database).acquire, ())
+        release = sync_to_async(in_thread, thread_sensitive=thread_sensitive)(lease.release, ())
         await (asyncio.shield(release) if apart else release)
         await in_database(add, database, f"{thread_sensitive}")
     assert await in_database(committed, database) == {"True", "False"}
