@@ -6,6 +6,7 @@ import contextvars
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,7 +23,7 @@ from django.urls import clear_url_caches, path
 from django.utils.decorators import async_only_middleware
 
 import django_dlock
-from django_dlock import lock
+from django_dlock import lock, locked, pk
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.middleware import LockMiddleware
 from django_dlock.thread_calls import keep_from_callers
@@ -80,16 +81,11 @@ async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is
     assert not is_held(store)
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
-@pytest.mark.parametrize("form", ["transaction", "lease", False])
-@pytest.mark.parametrize("ends", ["caught", "cancelled"])
-async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_outlived_the_block(
-    database, store, form, ends
-):
-    slow = Twice(database)
+async def leave(slow, ends, **options):
+    """Leave a block, by a time limit that it has "caught" or because it is "cancelled", while its thread is at work."""
 
     async def work():
-        async with order(database, fence=form):
+        async with order(slow.database, **options):
             started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
             await slow.wait_until_reached()
             if ends == "cancelled":
@@ -100,6 +96,17 @@ async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_ou
 
     with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
         await asyncio.create_task(work())
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("form", ["transaction", "lease", False])
+@pytest.mark.parametrize("ends", ["caught", "cancelled"])
+async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_outlived_the_block(
+    database, store, form, ends
+):
+    slow = Twice(database)
+
+    await leave(slow, ends, fence=form)
     assert is_held(store)
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
@@ -345,18 +352,7 @@ async def test_function_of_a_block_that_was_left_writes_nothing_after_it_has_tak
 ):
     slow = Helped(database, joins, is_inside=is_inside)
 
-    async def work():
-        async with order(database):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            if ends == "cancelled":
-                asyncio.current_task().cancel()
-                await started
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(started, 0)
-
-    with pytest.raises(asyncio.CancelledError) if ends == "cancelled" else contextlib.nullcontext():
-        await asyncio.create_task(work())
+    await leave(slow, ends)
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
     assert await in_database(committed, database) == set()
@@ -489,6 +485,48 @@ def in_a_second_coroutine(slow):
 WAYS = [lambda slow: locking(slow)(), acquiring, after_a_coroutine, in_a_second_coroutine]
 
 
+@asynccontextmanager
+async def request_whose_client_goes_away(view, slow, monkeypatch):
+    """Send a request through Django's ASGI handler, where each has its own thread, and leave it when its work has begun."""
+    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.noting_its_end", LOCKS]):
+        clear_url_caches()
+        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
+        client = ApplicationCommunicator(ASGIHandler(), scope)
+        await client.send_input({"type": "http.request", "body": b""})
+        await slow.wait_until_reached()
+        await client.send_input({"type": "http.disconnect"})
+        yield
+        await client.wait(WITHIN)
+
+
+async def is_next_after(slow, store):
+    """Let the next holder wait, and the work end; only then may the next one have the lock."""
+    next_one = asyncio.create_task(order(slow.database).aacquire())
+    await auntil(lambda: is_awaited(store))
+    assert not next_one.done()
+    await slow.finish()
+    await (await next_one).arelease()
+    assert slow.error is None
+    assert await in_database(committed, slow.database) == {"a"}
+
+
+async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(database, store, monkeypatch):
+    slow, cancelled = Slow(database), asyncio.Event()
+
+    @locked("order", pk, using=database)
+    async def view(request, pk):
+        try:
+            await sync_to_async(slow)()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with request_whose_client_goes_away(view, slow, monkeypatch):
+        await asyncio.wait_for(cancelled.wait(), WITHIN)
+        await is_next_after(slow, store)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=["block", "acquire", "after", "second"])
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 async def test_client_that_goes_away_does_not_end_the_lease_of_a_thread_between_transactions(
@@ -501,20 +539,6 @@ async def test_client_that_goes_away_does_not_end_the_lease_of_a_thread_between_
         way(slow)
         return HttpResponse()
 
-    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
-    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.noting_its_end", LOCKS]):
-        clear_url_caches()
-        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
-        client = ApplicationCommunicator(ASGIHandler(), scope)
-        await client.send_input({"type": "http.request", "body": b""})
-        await slow.wait_until_reached()
-        await client.send_input({"type": "http.disconnect"})
+    async with request_whose_client_goes_away(view, slow, monkeypatch):
         await asyncio.to_thread(MIDDLEWARE_LEFT.wait, WITHIN)
-        next_one = asyncio.create_task(order(database).aacquire())
-        await auntil(lambda: is_awaited(store))
-        assert not next_one.done()
-        await slow.finish()
-        await (await next_one).arelease()
-        await client.wait(WITHIN)
-    assert slow.error is None
-    assert await in_database(committed, database) == {"a"}
+        await is_next_after(slow, store)
