@@ -13,7 +13,7 @@ from django.utils.connection import ConnectionDoesNotExist
 from django_dlock.connections import in_transaction, initialized, listening_tracker
 from django_dlock.errors import NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
-from django_dlock.tie import TiedDatabases, current, current_task
+from django_dlock.tie import TiedDatabases, current
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
@@ -55,12 +55,6 @@ class DatabaseAcquire(LockAcquire):
     own_error = staticmethod(as_database_error)
     _here: dict[str, BaseDatabaseWrapper] | None = None
     """The connections of the thread that waits for this acquire."""
-
-    def take_handle(self) -> Tie:
-        """Create the caller's handle, which belongs to the task that runs now, if one does."""
-        tie, handle = super().take_handle(), self.lease
-        handle.flow = current_task()  # type: ignore[union-attr]
-        return tie
 
     @property
     def database(self) -> str:

@@ -22,7 +22,7 @@ from django_dlock.connections import listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import TABLE_FENCE, TableFence
 from django_dlock.names import identify
-from django_dlock.thread_calls import ended_calls, keep_from_callers
+from django_dlock.thread_calls import keep_from_callers
 from django_dlock.tie import current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import EllipsisType
     from typing import Unpack
-    from weakref import ref
 
     from dlock_core.backend import Released
     from dlock_core.options import Seconds
@@ -58,10 +57,7 @@ keep_from_callers()
 class Lease(TiedLease, NoBlock, NoAsyncBlock):
     """A lock that this context holds. Its methods do no I/O, except those that renew and release."""
 
-    __slots__ = ("flow",)
-
-    flow: ref[asyncio.Task[Any]] | None
-    """The task that took this handle; None if a thread did."""
+    __slots__ = ()
 
     _own_error = staticmethod(as_database_error)
 
@@ -117,15 +113,7 @@ async def release_forgotten_async() -> list[str]:
 
 
 def _forgotten() -> list[tuple[Tie, bool]]:
-    """Detach the handles of this context's leases; return each lease, and whether it has to be released now.
-
-    They include those of functions for which a task of the request has stopped waiting, if they have ended since.
-    """
-    ended = [context.run(_forgotten_here) for context in ended_calls()]
-    return [each for forgotten in (*ended, _forgotten_here()) for each in forgotten]
-
-
-def _forgotten_here() -> list[tuple[Tie, bool]]:
+    """Detach the handles of this context's leases; return each lease, and whether it has to be released now."""
     forgotten = [tied for tied in current() if not tied.tie.is_bound]
     found = [(tied.tie, tied.tie.detach_all()) for tied in forgotten]
     for tied in forgotten:  # Only now: the context may keep the last reference to a handle.

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from contextlib import contextmanager
-from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, Final
 
 from asgiref import sync
@@ -19,32 +17,13 @@ from asgiref import sync
 from dlock_core.flow import FLOW_VARIABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextvars import Context
 
-__all__ = ["ended_calls", "keep_from_callers", "noting_left_calls"]
+__all__ = ["keep_from_callers"]
 
 _STEP: Final = "_restore_context"
 """The function of asgiref that sets the variables of a context in the one that runs now; it has no public name."""
-_left_calls: ContextVar[list[Context] | None] = ContextVar("dlock_left_calls", default=None)
-"""The contexts of functions for which a task of this request has stopped waiting; None outside of a request."""
-
-
-@contextmanager
-def noting_left_calls() -> Iterator[None]:
-    """Remember in the block, a request, for which functions a task of it stops waiting."""
-    former = _left_calls.set([])
-    try:
-        yield
-    finally:
-        _left_calls.reset(former)
-
-
-def ended_calls() -> list[Context]:
-    """Return the contexts of those functions of this request that have ended since; each is returned once."""
-    calls = _left_calls.get() or []
-    ended = [each for each in calls if not _is_entered(each)]
-    calls[:] = [each for each in calls if each not in ended]
-    return ended
 
 
 def keep_from_callers() -> None:
@@ -72,8 +51,6 @@ class _HandBack:
         if sys.exc_info()[0] is None or not _is_entered(context):
             self._hand_back(context)
             return
-        if (calls := _left_calls.get()) is not None:
-            calls.append(context)
         own = [(each, each.get()) for each in FLOW_VARIABLES]
         self._hand_back(context)
         for variable, value in own:

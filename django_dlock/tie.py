@@ -21,7 +21,6 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
-from django_dlock.thread_calls import noting_left_calls
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
@@ -52,12 +51,15 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["TiedDatabases", "apart", "current", "current_task"]
+__all__ = ["TiedDatabases", "apart", "current"]
 
 _kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = flow_variable("dlock_kept_leases", None)
 """Handles without a block and without a transaction: a request keeps them to its end, even if the caller does not.
 
 None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
+
+_joined: Final[ContextVar[tuple[ref[TiedLease], ...]]] = flow_variable("dlock_joined", ())
+"""The handles that have joined a lease in this context, or in a function of a thread that has handed its own back."""
 
 MAX_LEFT_LEASES: Final = 8
 """How many leases that were left a copy of a context keeps at most: each alone refuses what it would write."""
@@ -79,11 +81,13 @@ class TiedDatabases:
         self.is_aborted = False
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
+        self._first: ref[TiedLease] | None = None
+        """The handle of the flow that acquired it; those that have joined are in the contexts where they did."""
         self._is_done_with = False
         """Whether the task that acquired it has released its own handles."""
         self._thread = threading.get_ident()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
-        self._task = current_task()
+        self._task = _current_task()
         """The task that acquired it; None if a thread did."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
@@ -98,6 +102,7 @@ class TiedDatabases:
 
     def bind(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Tie every transaction that is open in this thread to a new lease, and protect a database."""
+        self._first = ref(handle)
         if self.home is not None:
             self.tie.supersede(other.tie for other in current())
         here = initialized() if self._here is None else self._here
@@ -115,12 +120,13 @@ class TiedDatabases:
             self._end_with_transaction(transaction, handle)
         known = leases_of_context.get()
         if known:
-            left = [each for each in known if each.is_left]
+            left = [each for each in known if each.is_left and not _is_held(each)]
             known = (*left[-MAX_LEFT_LEASES:], *[each for each in known if _is_held(each)])
         leases_of_context.set((*known, self))
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Attach a handle that has joined the lease."""
+        _joined.set((*[each for each in _joined.get() if each() is not None], ref(handle)))
         self._end_with_transaction(self._protect(connections[using], form), handle)
 
     def keep(self, handle: TiedLease) -> None:
@@ -259,10 +265,10 @@ class TiedDatabases:
 
     def note_done(self) -> bool:
         """Record, and return, whether this is the task that acquired the lease and it needs the lease no more."""
-        if self._task is None or self._task is not current_task() or self.tie.state is TieState.ABANDONED:
+        if self._task is None or self._task is not _current_task() or self.tie.state is TieState.ABANDONED:
             return False
-        handles: list[Any] = [each() for each in self.tie.handles.copy()]
-        if not any(each is not None and each.flow is self._task for each in handles):
+        here = [each() for each in (self._first, *_joined.get()) if each is not None]
+        if self.tie.handles.isdisjoint(ref(each) for each in here if each is not None):
             self._is_done_with = True
         return self._is_done_with
 
@@ -277,7 +283,7 @@ class TiedDatabases:
 
     def forget(self) -> None:
         """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
-        if self.is_left and self._task is not current_task():
+        if self.is_left and self._task is not _current_task():
             return
         others: tuple[TiedDatabases, ...] = ()
         if (known := leases_of_context.get()) != (self,):
@@ -353,7 +359,7 @@ class TiedDatabases:
             )
 
 
-def current_task() -> ref[asyncio.Task[Any]] | None:
+def _current_task() -> ref[asyncio.Task[Any]] | None:
     """Return the only weak reference to the task that runs now; None in a thread."""
     task = asyncio.current_task() if in_task() else None
     return None if task is None else ref(task)
@@ -378,8 +384,7 @@ def apart() -> Iterator[None]:
     """
     token, kept = leases_of_context.set(()), _kept.set(())
     try:
-        with noting_left_calls():
-            yield
+        yield
     finally:
         leases_of_context.reset(token)
         _kept.reset(kept)

@@ -15,7 +15,6 @@ from asgiref import sync
 from asgiref.sync import async_to_sync, sync_to_async
 from asgiref.testing import ApplicationCommunicator
 from django.core.handlers.asgi import ASGIHandler
-from django.db import connections
 from django.db.transaction import atomic
 from django.http import HttpResponse
 from django.test import RequestFactory, override_settings
@@ -208,29 +207,67 @@ def test_context_of_a_function_that_has_returned_is_handed_back_although_its_cal
     assert contextvars.copy_context().run(caller) == ("a lease",)
 
 
-async def test_lease_of_a_function_that_ends_after_its_caller_has_gone_on_is_released_with_the_request(
-    database, store, caplog
+async def test_request_ends_no_lease_of_a_task_that_it_has_started_and_that_has_stopped_waiting_for_a_function(
+    database, store
 ):
-    reached, go_on = threading.Event(), threading.Event()
+    left, go_on = asyncio.Event(), asyncio.Event()
+    reached, end = threading.Event(), threading.Event()
 
-    def take():
-        lease = order(database).acquire()
+    def quote():
         reached.set()
-        go_on.wait(WITHIN)
-        connections[database].close()
-        return lease
+        end.wait(WITHIN)
+
+    async def ship():
+        async with order(database):
+            pool = ThreadPoolExecutor(1)
+            await stop_waiting_for(quote, reached.wait, executor=pool)
+            end.set()
+            await asyncio.to_thread(pool.shutdown)
+            left.set()
+            await go_on.wait()
+            await in_database(add, database)
 
     async def view(request):
-        pool = ThreadPoolExecutor(1)
-        await stop_waiting_for(take, reached.wait, executor=pool)
-        go_on.set()
-        await asyncio.to_thread(pool.shutdown)
-        assert is_held(store)
+        tasks.append(asyncio.create_task(ship()))
+        await left.wait()
         return HttpResponse()
 
+    tasks = []
     await LockMiddleware(view)(RequestFactory().get("/"))
+    assert is_held(store)
+    go_on.set()
+    await tasks[0]
+    assert await in_database(committed, database) == {"a"}
+
+
+async def test_lease_that_its_task_has_joined_in_a_thread_is_fenced_after_the_first_handle_was_released(
+    database, store
+):
+    first = await order(database).aacquire()
+    joined = await sync_to_async(in_thread)(order(database, reentrant=True).acquire, ())
+    await first.arelease()
+    assert await in_database(add, database) == joined.token
+    await joined.arelease()
     assert not is_held(store)
-    assert "GET / ended without releasing order:42" in caplog.text
+    await in_database(add, database, "and more")
+
+
+async def test_lease_that_was_left_with_an_open_transaction_is_known_once(database, store):
+    class Locking(Slow):
+        def work(self):
+            with atomic(self.database):
+                Counter.objects.using(self.database).create(name="a")
+                self.at("inside")
+                for number in range(3):
+                    with lock("part", number, using=self.database, fence=False):
+                        known.append(leases_of_context.get())
+
+    slow, known = Locking(database), []
+    await leave(slow, "caught", fence=False)
+    await slow.finish()
+    assert slow.error is None
+    assert all(len(each) == len(set(each)) <= number + 2 for number, each in enumerate(known))
+    assert len(known) == 3
 
 
 foreign = contextvars.ContextVar("dlock_of_another_program")
@@ -255,7 +292,7 @@ def test_every_context_variable_of_dlock_belongs_to_a_flow():
         for path in Path(django_dlock.__file__).parents[1].glob("*dlock*/**/*.py")
         if pattern.search(path.read_text())
     ]
-    assert made == ["thread_calls.py"]  # It remembers contexts, for a request and all that it starts.
+    assert made == []
 
 
 def test_step_of_asgiref_is_wrapped_once_and_missed_with_a_warning(monkeypatch):
