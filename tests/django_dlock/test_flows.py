@@ -376,7 +376,7 @@ class Helped(Slow):
         first, second = self.joins(self.database)
         with first, second:
             self.at("inside")
-            if self.point == "before":
+            with atomic(self.database):
                 Counter.objects.using(self.database).create(name="helped")
         add(self.database)
 
@@ -384,7 +384,7 @@ class Helped(Slow):
 @pytest.mark.parametrize("joins", [joining, joining_in_a_transaction])
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("ends", ["caught", "cancelled"])
-async def test_function_of_a_block_that_was_left_writes_nothing_after_it_has_taken_the_lock_or_left_a_joined_block(
+async def test_function_of_a_block_that_was_left_writes_only_in_a_block_that_had_joined_it_before(
     database, store, joins, is_inside, ends
 ):
     slow = Helped(database, joins, is_inside=is_inside)
@@ -392,8 +392,14 @@ async def test_function_of_a_block_that_was_left_writes_nothing_after_it_has_tak
     await leave(slow, ends)
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
-    assert await in_database(committed, database) == set()
+    assert await in_database(committed, database) == ({"helped"} if is_inside else set())
     assert not is_held(store)
+
+
+def test_lease_that_a_function_has_released_is_not_known_to_its_context(database, store):
+    with order(database) as lease:
+        assert [each.held.token for each in leases_of_context.get()] == [lease.token]
+    assert leases_of_context.get() == ()
 
 
 @pytest.mark.parametrize("joins", [joining, joining_in_a_transaction])
