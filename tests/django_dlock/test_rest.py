@@ -1049,13 +1049,45 @@ class WithOwnGetSerializer(Enveloped):
         return DraftSerializer(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Enveloped, WithOwnSerializer, WithOwnGetSerializer])
+class WithBoth(Enveloped):
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        first = self.shown(draft)
+        Draft.objects.update(title="theirs")
+        draft.refresh_from_db()
+        return Response({"first": first, "second": self.shown(draft)})
+
+
+class OfAnotherInstance(Enveloped):
+    def retrieve(self, request, **kwargs):
+        self.get_object()
+        Draft.objects.update(title="theirs at first")
+        draft = Draft.objects.get()
+        body = DraftSerializer(draft).data
+        Draft.objects.update(title="theirs")
+        draft.refresh_from_db()
+        return Response(body)
+
+
+@pytest.mark.parametrize("kind", [Enveloped, WithOwnSerializer, WithOwnGetSerializer, WithBoth, OfAnotherInstance])
 def test_tag_is_never_newer_than_the_body_however_the_view_has_made_it(use_database, kind):
     use_database("default")
     draft = Draft.objects.create(title="first")
     shown = send(kind.as_view(), "get", draft, {})
     assert "first" in str(shown.data)
-    assert shown.headers.get("ETag") == (etag_of(draft, variant="json") if kind is Enveloped else None)
+    assert shown.headers.get("ETag") == (etag_of(draft, variant="json") if kind in {Enveloped, WithBoth} else None)
+
+
+def test_view_that_looks_at_its_object_before_the_save_answers_with_the_tag_after_it(use_database):
+    class Audited(Lenient):
+        def perform_update(self, serializer):
+            assert self.get_serializer(serializer.instance).data["title"] == "first"
+            super().perform_update(serializer)
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    changed = send(Audited.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert changed["ETag"] == etag_of(Draft.objects.get(), variant="json")
 
 
 @pytest.mark.parametrize("kind", [WithOwnSerializer, WithOwnGetSerializer])
