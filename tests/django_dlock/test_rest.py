@@ -986,9 +986,9 @@ class PreviewInItsBlock(Lenient):
 class PreviewToASavepoint(Lenient):
     def update(self, request, **kwargs):
         with transaction.atomic():
-            savepoint = transaction.savepoint()
+            savepoint = connections["default"].savepoint()
             answer = super().update(request, **kwargs)
-            transaction.savepoint_rollback(savepoint)
+            connections["default"].savepoint_rollback(savepoint)
         return answer
 
 
