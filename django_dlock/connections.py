@@ -30,6 +30,7 @@ __all__ = [
     "initialized",
     "listen_to_all",
     "listening_tracker",
+    "on_rollback",
     "open_transaction",
     "restore_on_rollback",
     "roll_back_refusal",
@@ -118,8 +119,8 @@ def restore_on_rollback(instance: object, values: dict[str, object], *, using: s
         transaction.restore_on_rollback(instance, values)
 
 
-def call_on_rollback(step: Callable[[], object], *, using: str = "default") -> None:
-    """Call a function if the work done so far is undone; see `Transaction.undo`."""
+def on_rollback(step: Callable[[], object], *, using: str = "default") -> None:
+    """Call a function once if the work done so far is undone; see `Transaction.undo`. Nothing outside a transaction."""
     transaction = _undoing_transaction(using)
     if transaction is not None:
         transaction.undo.append(step)

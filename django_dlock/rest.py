@@ -12,7 +12,7 @@ from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
-from django_dlock.connections import call_on_rollback
+from django_dlock.connections import on_rollback, restore_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
@@ -204,7 +204,7 @@ class PreconditionMixin(_View):
             tag = tag_of_version(type(shown), shown.pk, version, self._dlock_variant())
             response.headers.setdefault("ETag", tag)
             # Of a preview, that is: the next writer may get the same version.
-            call_on_rollback(partial(response.headers.pop, "ETag", None), using=_database_of(shown))
+            on_rollback(partial(response.headers.pop, "ETag", None), using=_database_of(shown))
             if any(each.is_known for each in self._dlock_checked if each.instance is shown and each.version == version):
                 response.status_code, response.data = 304, None
         return response
@@ -221,7 +221,7 @@ class PreconditionMixin(_View):
         serializer = make(*args, **kwargs)
         if isinstance(serializer, serializers.Serializer):
             serializer.to_representation = partial(_represent, serializer)  # type: ignore[method-assign]
-            self._dlock_serializers = [*self._dlock_serializers, serializer]
+            vars(self).setdefault("_dlock_serializers", []).append(serializer)  # A view may make one for each row.
         return serializer
 
     def _dlock_shown(self, response: Any) -> tuple[Any, int | None]:
@@ -295,7 +295,7 @@ def _represent(serializer: Any, instance: Any) -> Any:
     shown, version = unwrapped(instance), _known_version(instance)
     setattr(serializer, _SHOWN, (shown, version))
     if version is not None:
-        call_on_rollback(partial(setattr, serializer, _SHOWN, (shown, None)), using=_database_of(shown))
+        restore_on_rollback(serializer, {_SHOWN: (shown, None)}, using=_database_of(shown))
     return type(serializer).to_representation(serializer, instance)
 
 

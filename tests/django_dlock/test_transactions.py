@@ -15,10 +15,10 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, override_settings
 from django.urls import path
 
-from django_dlock.connections import in_transaction
+from django_dlock.connections import in_transaction, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, committed, rows, second_session
-from tests.django_dlock.tracking import on_end, on_rollback, transaction_key
+from tests.django_dlock.tracking import on_end, transaction_key
 from tests.testapp.models import Note
 
 COMMITTED, ROLLED_BACK, UNKNOWN = Outcome.COMMITTED, Outcome.ROLLED_BACK, Outcome.UNKNOWN

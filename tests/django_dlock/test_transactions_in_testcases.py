@@ -8,10 +8,10 @@ from django.db import DatabaseError, connections, transaction
 from django.db.transaction import TransactionManagementError, atomic
 from django.test import TestCase, TransactionTestCase
 
-from django_dlock.connections import in_transaction
+from django_dlock.connections import in_transaction, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, rows
-from tests.django_dlock.tracking import before_statements, on_end, on_rollback, transaction_key
+from tests.django_dlock.tracking import before_statements, on_end, transaction_key
 from tests.testapp.models import Counter
 
 COMMITTED, ROLLED_BACK = Outcome.COMMITTED, Outcome.ROLLED_BACK

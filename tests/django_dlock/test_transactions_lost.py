@@ -6,11 +6,11 @@ import pytest
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock.connections import in_transaction
+from django_dlock.connections import in_transaction, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock import sessions
 from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session
-from tests.django_dlock.tracking import on_end, on_rollback
+from tests.django_dlock.tracking import on_end
 from tests.proxy import Proxy
 
 COMMITTED, ROLLED_BACK, UNKNOWN = Outcome.COMMITTED, Outcome.ROLLED_BACK, Outcome.UNKNOWN

@@ -1,4 +1,4 @@
-"""Access to a connection's tracker for tests: its statements, undone work, and transactions."""
+"""Access to a connection's tracker for tests: its statements and its transactions."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,6 @@ def transaction_key(using: str = "default") -> object | None:
     Every transaction has its own, including each one between two commits with autocommit off.
     """
     return open_transaction(connections[using])
-
-
-def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
-    """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
-
-    The last registered is called first; what it raises is logged. It is not called if the outcome of COMMIT is unknown.
-    This does nothing outside a transaction.
-    """
-    transaction = open_transaction(connections[using])
-    if transaction is not None:
-        transaction.undo.append(restore)
 
 
 def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
