@@ -59,7 +59,7 @@ class _HandBack:
 
 
 def _is_entered(context: Context) -> bool:
-    """Return whether code runs in a context: it can then be entered by nobody else."""
+    """Return whether code runs in a context, which then cannot be entered again."""
     try:
         context.run(bool)
     except RuntimeError:

@@ -120,8 +120,9 @@ class TiedDatabases:
             self._end_with_transaction(transaction, handle)
         known = leases_of_context.get()
         if known:
-            left = [each for each in known if each.is_left and not _is_held(each)]
-            known = (*left[-MAX_LEFT_LEASES:], *[each for each in known if _is_held(each)])
+            held = [each for each in known if _is_held(each)]
+            left = [each for each in known if each.is_left and each not in held]
+            known = (*left[-MAX_LEFT_LEASES:], *held)
         leases_of_context.set((*known, self))
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
@@ -274,7 +275,7 @@ class TiedDatabases:
 
     @property
     def is_left(self) -> bool:
-        """Whether the task that acquired it has released it, and nobody else needs it.
+        """Whether the task that acquired it has released it, and no other handle needs it.
 
         Only copies of its context still have the lease then, those of threads and tasks that were started under it and
         are still at work, perhaps because of a time limit.

@@ -29,10 +29,10 @@ from django_dlock.thread_calls import keep_from_callers
 from django_dlock.tie import MAX_LEFT_LEASES, current
 from django_dlock.tracker import leases_of_context
 from tests.django_dlock.sessions import committed
-from tests.django_dlock.thread_work import WITHIN, Slow, Twice, add, in_database, in_thread, locking, order
+from tests.django_dlock.thread_work import Slow, Twice, add, in_database, in_thread, locking, order
 from tests.leases import is_awaited, is_held
 from tests.testapp.models import Counter
-from tests.waiting import auntil, until
+from tests.waiting import WITHIN, auntil, until
 
 pytestmark = pytest.mark.usefixtures("_connections_of_the_worker")
 
@@ -60,6 +60,20 @@ async def test_work_that_goes_on_after_its_block_has_caught_a_timeout_is_refused
     assert await in_database(committed, database) == {"the caller's own work"}
 
 
+async def stop_waiting_for(function, wait_until_reached, **options):
+    """Call a function of a thread, and stop to wait for it in the task that has called it, once its work has begun."""
+
+    async def end():
+        await asyncio.to_thread(wait_until_reached, WITHIN)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            ending = asyncio.create_task(end())
+            await sync_to_async(function, thread_sensitive=False, **options)()
+    await ending
+
+
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is_committed_under_the_lease(
     database, store
@@ -68,10 +82,7 @@ async def test_transaction_that_has_begun_when_its_block_has_caught_a_timeout_is
 
     async def work():
         async with order(database):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(started, 0)
+            await stop_waiting_for(slow, slow.reached.wait)
 
     await work()
     assert is_held(store)
@@ -104,27 +115,12 @@ async def test_second_transaction_of_a_thread_is_refused_if_the_first_one_has_ou
     database, store, form, ends
 ):
     slow = Twice(database)
-
     await leave(slow, ends, fence=form)
     assert is_held(store)
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
     assert not is_held(store)
     assert await in_database(committed, database) == {"a"}
-
-
-async def stop_waiting_for(function, wait_until_reached, **options):
-    """Call a function of a thread, and stop to wait for it in the task that has called it, once its work has begun."""
-
-    async def end():
-        await asyncio.to_thread(wait_until_reached, WITHIN)
-        limit.reschedule(asyncio.get_running_loop().time())
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(None) as limit:
-            ending = asyncio.create_task(end())
-            await sync_to_async(function, thread_sensitive=False, **options)()
-    await ending
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
@@ -388,7 +384,6 @@ async def test_function_of_a_block_that_was_left_writes_only_in_a_block_that_had
     database, store, joins, is_inside, ends
 ):
     slow = Helped(database, joins, is_inside=is_inside)
-
     await leave(slow, ends)
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
@@ -408,10 +403,7 @@ async def test_task_that_has_left_its_block_is_apart_from_a_function_that_has_jo
 
     async def work():
         async with order(database):
-            started = asyncio.ensure_future(sync_to_async(slow, thread_sensitive=False)())
-            await slow.wait_until_reached()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(started, 0)
+            await stop_waiting_for(slow, slow.reached.wait)
         assert is_held(store)
         assert current() == []
         if "transaction" not in joins.__name__:

@@ -9,8 +9,7 @@ from django.db.transaction import atomic
 from django_dlock import lock
 from django_dlock.models import Fence
 from tests.testapp.models import Counter
-
-WITHIN = 60.0
+from tests.waiting import WITHIN
 
 
 def order(database, **options):
