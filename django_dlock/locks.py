@@ -75,9 +75,14 @@ class Lease(TiedLease, NoBlock, NoAsyncBlock):
         """
         return run(self._release(BLOCKING))
 
-    async def arelease(self) -> Released | None:
-        """See `release`."""
-        return await self._release(ASYNCIO)
+    def arelease(self) -> Coroutine[Any, Any, Released | None]:
+        """See `release`. From this call on, the lease counts as released by the caller, whichever task awaits it."""
+        self._begin_release()
+        return self._release(ASYNCIO)
+
+    def _begin_release(self) -> None:
+        tied: Any = self._tied
+        tied.begin_release(self)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Extend the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
@@ -115,11 +120,7 @@ async def release_forgotten_async() -> list[str]:
 def _forgotten() -> list[tuple[Tie, bool]]:
     """Detach the handles of this context's leases; return each lease, and whether it has to be released now."""
     forgotten = [tied for tied in current() if not tied.tie.is_bound]
-    found = [(tied.tie, tied.tie.detach_all()) for tied in forgotten]
-    for tied in forgotten:  # Only now: the context may keep the last reference to a handle.
-        tied.note_done()
-        tied.forget()
-    return found
+    return [(tied.tie, tied.end_flow()) for tied in forgotten]
 
 
 class LockOptions(Options, total=False):
@@ -215,8 +216,13 @@ class Leases(TiedLeases[Lease], NoBlock, NoAsyncBlock):
             for lease in self:
                 stack.callback(lease.release)
 
-    async def arelease(self) -> None:
-        """See `release`."""
+    def arelease(self) -> Coroutine[Any, Any, None]:
+        """See `release` and `Lease.arelease`."""
+        for lease in self:
+            lease._begin_release()  # noqa: SLF001 - not for applications
+        return self._arelease()
+
+    async def _arelease(self) -> None:
         async with AsyncExitStack() as stack:
             for lease in self:
                 stack.push_async_callback(lease.arelease)

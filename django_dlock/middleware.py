@@ -14,7 +14,7 @@ from django.core.handlers.exception import convert_exception_to_response
 from django.http import Http404, HttpResponse
 
 from django_dlock.conf import stores
-from django_dlock.tie import apart
+from django_dlock.ownership import apart
 from dlock_core.errors import DLockError
 from dlock_core.owner import serving
 

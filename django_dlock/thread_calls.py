@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from asgiref import sync
 
+from django_dlock.tracker import leases_of_context
 from dlock_core.flow import FLOW_VARIABLES
 
 if TYPE_CHECKING:
@@ -49,13 +50,23 @@ class _HandBack:
     def __call__(self, context: Context) -> None:
         # With no exception on its way, the function has returned.
         if sys.exc_info()[0] is None or not _is_entered(context):
-            self._hand_back(context)
+            self._hand_back_of_returned(context)
             return
         own = [(each, each.get()) for each in FLOW_VARIABLES]
         self._hand_back(context)
         for variable, value in own:
             if variable.get() is not value:
                 variable.set(value)
+
+    def _hand_back_of_returned(self, context: Context) -> None:
+        before = leases_of_context.get()
+        self._hand_back(context)
+        for each in before:
+            each.note_returned()
+        if (after := leases_of_context.get()) is not before:
+            for each in after:
+                if each not in before:
+                    each.ownership.handed_back()
 
 
 def _is_entered(context: Context) -> bool:

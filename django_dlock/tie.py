@@ -7,11 +7,9 @@ is read.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import ref
 
 from django.db import connections
@@ -21,11 +19,11 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
+from django_dlock.ownership import Ownership
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
-from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
@@ -39,9 +37,6 @@ from dlock_core.sql.statement_kinds import (
 from dlock_core.transactions.tie import TieState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextvars import ContextVar
-
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.tracker import ConnectionTracker
@@ -51,15 +46,7 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["TiedDatabases", "apart", "current"]
-
-_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...] | None] = flow_variable("dlock_kept_leases", None)
-"""Handles without a block and without a transaction: a request keeps them to its end, even if the caller does not.
-
-None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
-
-_joined: Final[ContextVar[tuple[ref[TiedLease], ...]]] = flow_variable("dlock_joined", ())
-"""The handles that have joined a lease in this context, or in a function of a thread that has handed its own back."""
+__all__ = ["TiedDatabases", "current"]
 
 MAX_LEFT_LEASES: Final = 8
 """How many leases that were left a copy of a context keeps at most: each alone refuses what it would write."""
@@ -81,14 +68,9 @@ class TiedDatabases:
         self.is_aborted = False
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
-        self._first: ref[TiedLease] | None = None
-        """The handle of the flow that acquired it; those that have joined are in the contexts where they did."""
-        self._is_done_with = False
-        """Whether the task that acquired it has released its own handles."""
+        self.ownership = Ownership(tie)
         self._thread = threading.get_ident()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
-        self._task = _current_task()
-        """The task that acquired it; None if a thread did."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
         self._around = None
@@ -99,10 +81,12 @@ class TiedDatabases:
         """The tied transactions whose last statement may have run other statements, which may have ended them."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
+        self._bound: dict[Transaction, TiedLease] = {}
+        """The handles that end with a transaction, by that transaction; the first, if there are several."""
 
     def bind(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Tie every transaction that is open in this thread to a new lease, and protect a database."""
-        self._first = ref(handle)
+        self.ownership.acquired(handle)
         if self.home is not None:
             self.tie.supersede(other.tie for other in current())
         here = initialized() if self._here is None else self._here
@@ -127,21 +111,19 @@ class TiedDatabases:
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Attach a handle that has joined the lease."""
-        _joined.set((*[each for each in _joined.get() if each() is not None], ref(handle)))
+        self.ownership.joined(handle)
         self._end_with_transaction(self._protect(connections[using], form), handle)
 
     def keep(self, handle: TiedLease) -> None:
         """Keep a handle as long as its transaction, or otherwise this request, even if the caller drops it."""
-        kept = _kept.get()
-        if kept is not None and not self.tie.is_bound:
-            others = (each for each in kept if each[0].held.ended is None)
-            _kept.set((*others, (self, handle)))
+        self.ownership.keep(handle)
 
     def _end_with_transaction(self, transaction: Transaction | None, handle: TiedLease) -> None:
         """End a handle that was taken inside a transaction with that transaction, like a row lock."""
         transaction = self._around or transaction
-        if transaction in self.tie.open:
+        if transaction is not None and transaction in self.tie.open:
             self.tie.bind_to(transaction, handle)
+            self._bound.setdefault(transaction, handle)
 
     def _protect(self, connection: BaseDatabaseWrapper, form: FenceForm) -> Transaction | None:
         """Protect a database from now on; return its open transaction, which is tied to the lease."""
@@ -182,13 +164,22 @@ class TiedDatabases:
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         ends_lock = transaction is self._around
         transaction.checks.append(partial(self._before_commit, connection, transaction))
-        transaction.settlers.append(partial(self.tie.settle, transaction, forget=self.forget, ends_lock=ends_lock))
+        transaction.settlers.append(
+            partial(self.tie.settle, transaction, settled=partial(self._settled, transaction), ends_lock=ends_lock)
+        )
         self._maybe_ended &= self.tie.open
         self.tie.begin(transaction)
         if ends_lock:
             transaction.undo.append(partial(self._savepoint_undone, connection, transaction))
         if connection.vendor == "mysql":
             transaction.comment = comment(self.held.request.holder)
+
+    def _settled(self, transaction: Transaction) -> None:
+        if (handle := self._bound.get(transaction)) is not None:  # which the transaction's end has released
+            self.note_detached(BLOCKING, handle)
+            self._bound.pop(transaction, None)
+        elif self.tie.is_over:
+            self.forget()
 
     def _admit_before_next(self, transaction: Transaction) -> None:
         """Admit again before the next statement: a savepoint's rollback undid the admit, or there was no fence."""
@@ -203,6 +194,8 @@ class TiedDatabases:
         """
         tie, connection = self.tie, tracker.connection
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
+            return
+        if transaction not in tie.open and self.is_apart:
             return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
@@ -254,44 +247,63 @@ class TiedDatabases:
         elif form and connection.vendor != "mysql":
             self._refuse_ended(connection)
 
-    def note_detached(self, runtime: Runtime) -> None:
+    def begin_release(self, handle: TiedLease) -> None:
+        """Record that this flow asks for the release of a handle, which may be done by another task: by a shield's."""
+        if self._releases(handle):
+            self.ownership.note_released_here()
+
+    def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Remove the lease from this context, if nothing needs it here.
 
         In a task, transactions that are still open belong to threads, which have their own contexts.
         """
+        is_over = self._releases(handle)
         if self.tie.open and runtime is BLOCKING:
-            return
-        if self.note_done() or not self.tie.handles:
+            if is_over:
+                self.ownership.note_released_here()
+        elif is_over:
+            self._remove()
+        elif not self.tie.handles:
             self.forget()
 
-    def note_done(self) -> bool:
-        """Record, and return, whether this is the task that acquired the lease and it needs the lease no more."""
-        if self._task is None or self._task is not _current_task() or self.tie.state is TieState.ABANDONED:
-            return False
-        here = [each() for each in (self._first, *_joined.get()) if each is not None]
-        if self.tie.handles.isdisjoint(ref(each) for each in here if each is not None):
-            self._is_done_with = True
-        return self._is_done_with
+    def note_returned(self) -> None:
+        """Record that a function has returned to this flow, which may have released what this flow holds."""
+        if self.ownership.releases(None):
+            self._remove()
+
+    def _releases(self, handle: TiedLease) -> bool:
+        return self in leases_of_context.get() and self.ownership.releases(handle)
+
+    def end_flow(self) -> bool:
+        """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
+        is_due = self.ownership.end_flow()
+        self._remove()
+        return is_due
 
     @property
     def is_left(self) -> bool:
-        """Whether the task that acquired it has released it, and no other handle needs it.
+        """Whether its owner has released it, and this context, a copy of the owner's, still has it."""
+        return self.ownership.is_left
 
-        Only copies of its context still have the lease then, those of threads and tasks that were started under it and
-        are still at work, perhaps because of a time limit.
-        """
-        return self._is_done_with and not self.tie.handles
+    @property
+    def is_apart(self) -> bool:
+        """Whether this flow has released it, and it lasts only for blocks and transactions of others."""
+        ownership, tie = self.ownership, self.tie
+        if not ownership.is_released_here or ownership.of_this_flow:
+            return False
+        return not tie.open or not (in_task() or tie.open & _open_here())
 
     def forget(self) -> None:
         """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
-        if self.is_left and self._task is not _current_task():
-            return
+        if not self.is_left:
+            self._remove()
+
+    def _remove(self) -> None:
         others: tuple[TiedDatabases, ...] = ()
         if (known := leases_of_context.get()) != (self,):
             others = tuple(each for each in known if each is not self and (each.is_left or each.held.ended is None))
         leases_of_context.set(others)
-        if kept := _kept.get():
-            _kept.set(tuple(each for each in kept if each[0] is not self and each[0].held.ended is None))
+        self.ownership.removed()
 
     def note_collected(self) -> None:
         """Remove a lease that was not released from this context: work that begins later does not belong to it."""
@@ -323,10 +335,8 @@ class TiedDatabases:
         others = tie.handles - {ref(handle)}
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
-        elif tie.open and tie.are_bound(others):
-            here = {tracker_for(connection).current for connection in initialized().values()}
-            if (tie.open & here) - self._around_block:
-                self.held.abandon()
+        elif tie.open and tie.are_bound(others) and (tie.open & _open_here()) - self._around_block:
+            self.held.abandon()
 
     @property
     def _is_cut_off(self) -> bool:
@@ -360,10 +370,9 @@ class TiedDatabases:
             )
 
 
-def _current_task() -> ref[asyncio.Task[Any]] | None:
-    """Return the only weak reference to the task that runs now; None in a thread."""
-    task = asyncio.current_task() if in_task() else None
-    return None if task is None else ref(task)
+def _open_here() -> set[object]:
+    """Return the open transactions of this thread."""
+    return {tracker_for(connection).current for connection in initialized().values()}
 
 
 def current() -> list[TiedDatabases]:
@@ -374,21 +383,7 @@ def current() -> list[TiedDatabases]:
 
 def _is_held(each: TiedDatabases) -> bool:
     tie = each.tie
-    return tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Hide the leases of this context in the block, a request: code inside neither joins nor ends them.
-
-    Handles that code inside drops are kept, so that `release_forgotten` can be called at the end.
-    """
-    token, kept = leases_of_context.set(()), _kept.set(())
-    try:
-        yield
-    finally:
-        leases_of_context.reset(token)
-        _kept.reset(kept)
+    return tie.held.ended is None and tie.state is not TieState.ABANDONED and not (tie.is_over or each.is_apart)
 
 
 @receiver(pre_migrate)

@@ -115,8 +115,7 @@ class TiedSession:
         else:
             self._pending.append(handle)
             self._stop.append(on_unbegun_close(session, self._closed))
-        if self.tie.is_over:
-            self.forget()
+        self._forget_at_end()
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Do nothing: the session's transaction is ended by the session, and is checked at its COMMIT."""
@@ -126,10 +125,13 @@ class TiedSession:
         if self.tie.open and (session := self._session()) is not None:
             settle_ended(session)
 
-    def note_detached(self, runtime: Runtime) -> None:
+    def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Forget the session, if nothing needs the lease any more; in any thread or task."""
-        del runtime
-        if not self.tie.handles and not self.tie.open:
+        del runtime, handle
+        self._forget_at_end()
+
+    def _forget_at_end(self) -> None:
+        if self.tie.is_over:
             self.forget()
 
     def note_collected(self) -> None:
@@ -144,7 +146,7 @@ class TiedSession:
         if self._refused:
             self._refused.clear()
         transaction = object()
-        settle = partial(self.tie.settle, transaction, forget=self.forget, ends_lock=self.home is not None)
+        settle = partial(self.tie.settle, transaction, settled=self._forget_at_end, ends_lock=self.home is not None)
         on_end(session, settle, before_commit=self._before_commit)
         self.tie.begin(transaction)
         if self._pending:

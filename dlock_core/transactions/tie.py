@@ -131,14 +131,14 @@ class Tie:
         return self.held.backend.capabilities.transaction_database is not None
 
     def settle(
-        self, transaction: object, outcome: Outcome, *, forget: Callable[[], None], ends_lock: bool = False
+        self, transaction: object, outcome: Outcome, *, settled: Callable[[], None], ends_lock: bool = False
     ) -> None:
         """Record how a transaction ended, and release the lease if nothing else needs it.
 
         Must be called only when the outcome is known, or is known to be unknowable: this is where the lock is handed to
         the next holder, which may then read what this transaction has written, or has not.
 
-        `forget` is called when nothing needs the lease any more; see `Tied.forget`. `ends_lock` means that this was the
+        `settled` is called at the end, whether or not the release succeeds. `ends_lock` means that this was the
         transaction in which the lock was taken, so that the database has already released it.
         """
         held = self.held
@@ -150,13 +150,11 @@ class Tie:
         self.open.discard(transaction)
         if held.loss_reason and self.is_inside:
             held.end(Released.EXPIRED)
-        is_over = not self.handles and not self.open
         try:
-            if (ends_lock or is_over) and self._is_to_be_released(ends_lock=ends_lock):
+            if (ends_lock or self.is_over) and self._is_to_be_released(ends_lock=ends_lock):
                 self.release(is_released=ends_lock)
         finally:
-            if is_over:
-                forget()
+            settled()
 
     def release(self, *, is_released: bool = False) -> None:
         """Release the lease when nothing waits for the answer; if it cannot be released, it expires.
@@ -178,12 +176,6 @@ class Tie:
             bound.pop(known, None)
         self.handles.discard(known)
         return not self.handles and not self.open and self._is_to_be_released()
-
-    def detach_all(self) -> bool:
-        """Detach every handle; see `detach`."""
-        self._bound.clear()
-        self.handles.clear()
-        return not self.open and self._is_to_be_released()
 
     def _is_to_be_released(self, *, ends_lock: bool = False) -> bool:
         """Decide how a lease ends if nothing needs it any more; False also if another thread has just joined it."""

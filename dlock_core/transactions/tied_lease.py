@@ -49,7 +49,7 @@ class Tied(Protocol):
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Record that the block of a handle is about to be left with an error."""
 
-    def note_detached(self, runtime: Runtime) -> None:
+    def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Record that a handle was detached, and forget the lease if nothing needs it."""
 
     def note_collected(self) -> None:
@@ -99,7 +99,7 @@ class TiedLease(LeaseView):
                 else:
                     await engine.release(runtime, held)
         finally:
-            tied.note_detached(runtime)
+            tied.note_detached(runtime, self)
         return held.ended
 
     async def _release(self, runtime: Runtime) -> Released | None:

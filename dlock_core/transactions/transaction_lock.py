@@ -6,9 +6,10 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict
 
 from dlock_core import owner
-from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
+from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
 from dlock_core.leases.acquisition import Acquisition, new_request
 from dlock_core.leases.blocks import Blocks
+from dlock_core.leases.handles import let_expire
 from dlock_core.options import (
     LockOptions,
     Seconds,
@@ -259,7 +260,7 @@ class LockAcquire:
         return await acquisition.acquire(), acquisition.deadline
 
     async def _let_go(self) -> None:
-        """Detach from a lease that another thread has released while it was joined."""
+        """Detach from a lease that was joined, and release it if nothing else needs it."""
         lease: Any = self.lease
         await lease._end(self.runtime)  # noqa: SLF001 - the user of a lease is not to call it
 
@@ -300,6 +301,11 @@ class LockAcquire:
         self.detach()
         if self.acquisition is not None:
             await self.acquisition.undo()
+        elif self.lease is not None:  # Others may have released the lease that was joined.
+            try:
+                await self._let_go()
+            except (BackendUnavailable, NotHeld) as error:
+                let_expire(error)
 
     def undo_later(self) -> None:
         """Undo the acquire in the background; it was detached before."""

@@ -10,7 +10,8 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 from django.test import override_settings
 
-from django_dlock.tie import apart, current
+from django_dlock.ownership import apart
+from django_dlock.tie import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.observability import hooks
 from tests.django_dlock import isolation

@@ -28,6 +28,7 @@ from django_dlock.middleware import LockMiddleware
 from django_dlock.thread_calls import keep_from_callers
 from django_dlock.tie import MAX_LEFT_LEASES, current
 from django_dlock.tracker import leases_of_context
+from dlock_core.owner import request_line
 from tests.django_dlock.sessions import committed
 from tests.django_dlock.thread_work import Slow, Twice, add, in_database, in_thread, locking, order
 from tests.leases import is_awaited, is_held
@@ -192,15 +193,15 @@ async def test_work_that_a_function_of_a_thread_starts_elsewhere_may_join_its_le
 def test_context_of_a_function_that_has_returned_is_handed_back_although_its_caller_was_cancelled():
     def caller():
         context = contextvars.copy_context()
-        context.run(leases_of_context.set, ("a lease",))
+        context.run(request_line.set, "GET /orders/42")
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 raise asyncio.CancelledError
             finally:
                 sync._restore_context(context)
-        return leases_of_context.get()
+        return request_line.get()
 
-    assert contextvars.copy_context().run(caller) == ("a lease",)
+    assert contextvars.copy_context().run(caller) == "GET /orders/42"
 
 
 async def test_request_ends_no_lease_of_a_task_that_it_has_started_and_that_has_stopped_waiting_for_a_function(

@@ -12,7 +12,7 @@ from django.db import connections, transaction
 from django.db.transaction import atomic
 from django.test import override_settings
 
-from django_dlock import lock, locked, tie
+from django_dlock import lock, locked, ownership, tie
 from django_dlock.models import Fence
 from django_dlock.tracker import leases_of_context
 from dlock_core.backends.memory import MemoryBackend
@@ -149,8 +149,8 @@ def test_interrupt_while_work_is_rolled_back_commits_none_of_it_and_releases_not
 def start_over(store: MemoryBackend) -> None:
     if hasattr(connections._connections, "default"):
         del connections["default"]
-    leases_of_context.set(())
-    tie._kept.set(())
+    for each in (leases_of_context, ownership._kept, ownership._joined, ownership._released):
+        each.set(())
     store._states.clear()
 
 

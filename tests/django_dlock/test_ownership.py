@@ -1,0 +1,353 @@
+"""Who has left a lease: however it was released, work that goes on is refused, its owner is not, and joined blocks last."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connections
+from django.db.transaction import atomic
+from django.http import HttpResponse
+from django.test import RequestFactory
+
+from django_dlock import lock, ownership
+from django_dlock.errors import LeaseLost
+from django_dlock.middleware import LockMiddleware
+from django_dlock.tie import current
+from tests.django_dlock.sessions import committed
+from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order
+from tests.leases import is_held
+from tests.testapp.models import Counter
+from tests.waiting import WITHIN, auntil
+
+pytestmark = pytest.mark.usefixtures("_connections_of_the_worker")
+
+
+def start(slow):
+    """Start a function of a thread that is at work when its caller goes on, as after a time limit."""
+    return asyncio.create_task(sync_to_async(slow, thread_sensitive=False)())
+
+
+async def acquired_in_a_thread(wanted):
+    return await sync_to_async(wanted.acquire)()
+
+
+async def released_in_two_steps(lease):
+    released = lease.arelease()
+    await asyncio.sleep(0)
+    await released
+
+
+ACQUIRES = {"task": lambda wanted: wanted.aacquire(), "thread": acquired_in_a_thread}
+RELEASES = {
+    "plain": lambda lease: lease.arelease(),
+    "shield": lambda lease: asyncio.shield(lease.arelease()),
+    "wait_for": lambda lease: asyncio.wait_for(lease.arelease(), WITHIN),
+    "gather": lambda lease: asyncio.gather(lease.arelease()),
+    "task": lambda lease: asyncio.create_task(lease.arelease()),
+    "thread": lambda lease: sync_to_async(lease.release)(),
+    "any thread": lambda lease: sync_to_async(in_thread, thread_sensitive=False)(lease.release, ()),
+    "later": released_in_two_steps,
+}
+
+
+@pytest.mark.parametrize("acquire", ACQUIRES)
+@pytest.mark.parametrize("release", RELEASES)
+async def test_work_that_goes_on_is_refused_and_its_owner_is_not_however_the_lease_was_released(
+    database, store, acquire, release
+):
+    slow = Slow(database, "before")
+    lease = await ACQUIRES[acquire](order(database))
+    task = start(slow)
+    await slow.wait_until_reached()
+    await RELEASES[release](lease)
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost, match="wait for it there"):
+        await task
+    await sync_to_async(add)(database, "the owner's own")
+    await asyncio.create_task(in_database(add, database, "and of its next task"))
+    assert await in_database(committed, database) == {"the owner's own", "and of its next task"}
+
+
+@pytest.mark.parametrize("release", ["plain", "shield"])
+async def test_work_that_goes_on_is_refused_after_the_release_of_several_locks(database, store, release):
+    slow = Slow(database, "before")
+    leases = await lock(order(database), lock("invoice", 7, using=database)).aacquire()
+    task = start(slow)
+    await slow.wait_until_reached()
+    await RELEASES[release](leases)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+    await sync_to_async(add)(database)
+
+
+async def test_lease_holds_until_the_release_that_was_asked_for_is_done(database, store):
+    lease = await order(database).aacquire()
+    release = lease.arelease()
+    assert await in_database(add, database) == lease.token
+    joined = await order(database, reentrant=True).aacquire()
+    await release
+    assert is_held(store)
+    slow = Slow(database, "before")
+    task = start(slow)
+    await slow.wait_until_reached()
+    await joined.arelease()
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+
+
+def sync_only(get_response):
+    def middleware(request):
+        return get_response(request)
+
+    return middleware
+
+
+@pytest.mark.parametrize("is_behind_sync_middleware", [False, True])
+async def test_work_that_goes_on_is_refused_after_its_request_has_ended_the_lease(
+    database, store, is_behind_sync_middleware
+):
+    slow, tasks = Slow(database, "before"), []
+
+    async def view(request):
+        leases.append(await order(database).aacquire())
+        tasks.append(start(slow))
+        await slow.wait_until_reached()
+        return HttpResponse()
+
+    leases = []
+    inner = sync_to_async(sync_only(async_to_sync(view))) if is_behind_sync_middleware else view
+    await LockMiddleware(inner)(RequestFactory().get("/"))
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await tasks[0]
+
+
+async def in_a_thread_of_asyncio(wanted):
+    return await asyncio.to_thread(in_thread, wanted.acquire, ())
+
+
+async def gathered(wanted):
+    return (await asyncio.gather(wanted.aacquire()))[0]
+
+
+JOINS = {
+    "task": lambda wanted: wanted.aacquire(),
+    "thread": acquired_in_a_thread,
+    "to_thread": in_a_thread_of_asyncio,
+    "wait_for": lambda wanted: asyncio.wait_for(wanted.aacquire(), WITHIN),
+    "gather": gathered,
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("release", ["plain", "shield", "thread"])
+async def test_handle_that_has_joined_in_any_way_keeps_the_lease_when_the_first_one_is_released(
+    database, store, join, release
+):
+    first = await order(database).aacquire()
+    joined = await JOINS[join](order(database, reentrant=True))
+    await RELEASES[release](first)
+    assert await in_database(add, database, "under the lease") == joined.token
+    slow = Slow(database, "before")
+    task = start(slow)
+    await slow.wait_until_reached()
+    await RELEASES[release](joined)
+    assert not is_held(store)
+    await sync_to_async(add)(database, "afterwards")
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+
+
+def joining_block(database, inside, go_on, errors):
+    """Work in a thread in a block that has joined the lease."""
+    try:
+        with order(database, reentrant=True) as lease:
+            inside.set()
+            go_on.wait(WITHIN)
+            assert add(database, "in the joined block") == lease.token
+    except BaseException as error:
+        errors.append(error)
+        raise
+    finally:
+        connections.close_all()
+
+
+class Background:
+    """Work that a view starts under its lease, and that has joined it."""
+
+    def __init__(self, database):
+        self.errors, self.inside, self.go_on = [], threading.Event(), threading.Event()
+        self.work = (database, self.inside, self.go_on, self.errors)
+
+    def start(self):
+        run = contextvars.copy_context().run
+        self.thread = threading.Thread(target=run, args=(joining_block, *self.work))
+        self.thread.start()
+        assert self.inside.wait(WITHIN)
+
+    def finish(self):
+        self.go_on.set()
+        self.thread.join(WITHIN)
+        assert not self.errors
+
+
+def leaves_a_block(database, background):
+    with order(database):
+        background.start()
+
+
+def leaves_a_transaction(database, background):
+    with atomic(database):
+        order(database).acquire()
+        Counter.objects.using(database).create(name="a")
+        background.start()
+
+
+def forgets(database, background):
+    forgotten.append(order(database).acquire())
+    background.start()
+
+
+forgotten = []
+
+
+@pytest.mark.parametrize("view", [leaves_a_block, leaves_a_transaction, forgets])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_request_ends_no_lease_under_a_block_of_its_background_work(database, store, view, is_async, caplog):
+    if database == "sqlite" and view is leaves_a_transaction:
+        pytest.skip("SQLite lets nobody read beside a transaction that writes")
+    background = Background(database)
+
+    def sync_view(request):
+        view(database, background)
+        connections.close_all()
+        return HttpResponse()
+
+    async def async_view(request):
+        return await sync_to_async(sync_view, thread_sensitive=False)(request)
+
+    forgotten.clear()
+    if is_async:
+        await LockMiddleware(async_view)(RequestFactory().get("/"))
+    else:
+        await asyncio.to_thread(LockMiddleware(sync_view), RequestFactory().get("/"))
+    assert ("without releasing" in caplog.text) == (view is forgets)
+    assert is_held(store)
+    await asyncio.to_thread(background.finish)
+    assert not is_held(store)
+    assert "in the joined block" in await in_database(committed, database)
+
+
+@pytest.mark.parametrize("release", ["plain", "shield", "thread"])
+@pytest.mark.parametrize("acquire", ACQUIRES)
+async def test_owner_that_has_released_is_apart_from_a_block_of_another_task(database, store, acquire, release, caplog):
+    """Also its writes outside a transaction, which could not be fenced."""
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    async def background():
+        async with order(database, reentrant=True) as lease:
+            inside.set()
+            await go_on.wait()
+            assert await in_database(add, database, "in the joined block") == lease.token
+
+    async def view(request):
+        lease = await ACQUIRES[acquire](order(database))
+        tasks.append(asyncio.create_task(background()))
+        await inside.wait()
+        await RELEASES[release](lease)
+        assert current() == []
+        await Counter.objects.using(database).acreate(name="the owner's own")
+        return HttpResponse()
+
+    tasks = []
+    await LockMiddleware(view)(RequestFactory().get("/"))
+    assert "without releasing" not in caplog.text
+    assert is_held(store)
+    go_on.set()
+    await tasks[0]
+    assert not is_held(store)
+
+
+async def test_task_whose_lease_another_task_releases_goes_on_and_so_do_its_other_tasks(database, store):
+    """A dispatcher acquires, and its workers release: the second has the lease of the first in its context."""
+    go_on = [asyncio.Event(), asyncio.Event()]
+
+    async def work(number, lease):
+        await go_on[number].wait()
+        await in_database(add, database, f"{number}")
+        await lease.arelease()
+
+    tasks = []
+    for number in range(2):
+        lease = await lock("message", number, using=database).aacquire()
+        tasks.append(asyncio.create_task(work(number, lease)))
+    for each, task in zip(go_on, tasks, strict=True):
+        each.set()
+        await task
+    await sync_to_async(add)(database, "the dispatcher's own")
+    assert await in_database(committed, database) == {"0", "1", "the dispatcher's own"}
+
+
+@pytest.mark.parametrize("ends", ["block", "transaction"])
+async def test_work_that_a_function_of_a_thread_has_started_elsewhere_does_not_outlive_its_lease(database, store, ends):
+    loop, slow = asyncio.get_running_loop(), Slow(database, "before")
+    block = contextlib.nullcontext if ends == "block" else lambda: atomic(database)
+
+    async def background():
+        await sync_to_async(slow, thread_sensitive=False)()
+
+    def work():
+        with block(), order(database):
+            futures.append(asyncio.run_coroutine_threadsafe(background(), loop))
+            slow.reached.wait(WITHIN)
+        add(database, "the function's own")
+
+    futures = []
+    await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await asyncio.wrap_future(futures[0])
+    await sync_to_async(add)(database, "the caller's own")
+    assert await in_database(committed, database) == {"the function's own", "the caller's own"}
+
+
+async def test_join_that_is_cancelled_releases_the_lease_that_its_owner_has_left_meanwhile(database, store):
+    busy, go_on = threading.Event(), threading.Event()
+
+    def occupy():
+        busy.set()
+        go_on.wait(WITHIN)
+
+    async def join():
+        async with order(database, reentrant=True):
+            raise AssertionError("it was cancelled before")
+
+    async with order(database) as lease:
+        occupying = asyncio.create_task(sync_to_async(occupy)())  # the thread in which the join ends
+        await asyncio.to_thread(busy.wait, WITHIN)
+        joining = asyncio.create_task(join())
+        await auntil(lambda: len(lease._tied.tie.handles) == 2)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert not is_held(store)
+    go_on.set()
+    await occupying
+
+
+async def test_handles_that_have_joined_and_were_released_are_not_kept(store):
+    handles = []
+    async with lock("order", 42, fence=False):
+        for _ in range(20):
+            handles.append(await lock("order", 42, fence=False, reentrant=True).aacquire())
+            await handles[-1].arelease()
+        assert len(ownership._joined.get()) == 1
