@@ -80,30 +80,32 @@ class Ownership:
             self._task = _current_task()
 
     def releases(self, handle: TiedLease | None) -> bool:
-        """Record, and return, whether this flow is the owner and needs the lease no more, apart from this handle.
+        """Return whether this flow needs the lease no more, apart from this handle; record it if this is the owner.
+
+        For the task that owns the lease, the function of a thread cannot tell whether that task or another has called
+        it: `note_returned` records it when the function returns.
 
         Args:
-            handle: What this flow releases; None if a function may have done so that has returned to it.
+            handle: What this flow releases; None if a function has done so that has returned to it.
         """
-        handles = self.tie.handles
-        if self._first in handles and (handle is None or self._first != ref(handle)):
+        handles, own = self.tie.handles, None if handle is None else ref(handle)
+        if self._first in handles and self._first != own:
             return False
-        if not self._belongs_here(handle):
-            return False
-        others = handles - {ref(handle)} if handle is not None else handles
+        others = handles - {own}
         if others and not others.isdisjoint(self.of_this_flow):
             return False
-        self.is_over = True
+        task = None if self._task is None else self._task()
+        is_passed_on = task is None or task.done()
+        if not is_passed_on and self._task is _current_task():
+            self.is_over = True
+            return True
+        if (not is_passed_on and in_task()) or not self._is_own(own):
+            return False
+        self.is_over = self.is_over or is_passed_on
         return True
 
-    def _belongs_here(self, handle: TiedLease | None) -> bool:
-        task = None if self._task is None else self._task()
-        if task is not None and not task.done():
-            return self._task is _current_task()
-        if handle is None:
-            return False
-        own = ref(handle)
-        return own == self._first or (not self.is_over and (self, own) in _joined.get())
+    def _is_own(self, handle: ref[TiedLease] | None) -> bool:
+        return handle is not None and (handle == self._first or (not self.is_over and (self, handle) in _joined.get()))
 
     @property
     def of_this_flow(self) -> set[ref[TiedLease]]:

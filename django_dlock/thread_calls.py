@@ -61,12 +61,13 @@ class _HandBack:
     def _hand_back_of_returned(self, context: Context) -> None:
         before = leases_of_context.get()
         self._hand_back(context)
+        after = leases_of_context.get()
         for each in before:
-            each.note_returned()
-        if (after := leases_of_context.get()) is not before:
-            for each in after:
-                if each not in before:
-                    each.ownership.handed_back()
+            if each not in after or each.ownership.is_released_here:
+                each.note_returned()
+        for each in after:
+            if each not in before:
+                each.ownership.handed_back()
 
 
 def _is_entered(context: Context) -> bool:

@@ -289,11 +289,12 @@ async def test_task_whose_lease_another_task_releases_goes_on_and_so_do_its_othe
     for number in range(2):
         lease = await lock("message", number, using=database).aacquire()
         tasks.append(asyncio.create_task(work(number, lease)))
-    for each, task in zip(go_on, tasks, strict=True):
-        each.set()
+    for number, task in enumerate(tasks):
+        go_on[number].set()
         await task
-    await sync_to_async(add)(database, "the dispatcher's own")
-    assert await in_database(committed, database) == {"0", "1", "the dispatcher's own"}
+        await sync_to_async(add)(database, f"the dispatcher's own after {number}")
+    written = {"0", "1", "the dispatcher's own after 0", "the dispatcher's own after 1"}
+    assert await in_database(committed, database) == written
 
 
 @pytest.mark.parametrize("ends", ["block", "transaction"])
