@@ -12,7 +12,7 @@ import threading
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import markcoroutinefunction, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS
 
@@ -75,6 +75,7 @@ class Lease(TiedLease, NoBlock, NoAsyncBlock):
         """
         return run(self._release(BLOCKING))
 
+    @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, Released | None]:
         """See `release`. From this call on, the lease counts as released by the caller, whichever task awaits it."""
         self._begin_release()
@@ -216,6 +217,7 @@ class Leases(TiedLeases[Lease], NoBlock, NoAsyncBlock):
             for lease in self:
                 stack.callback(lease.release)
 
+    @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
         """See `release` and `Lease.arelease`."""
         for lease in self:

@@ -9,8 +9,10 @@ the flow that releases it, and every other context that still has it is a copy.
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 from weakref import ref
 
 from django_dlock.tracker import leases_of_context
@@ -18,7 +20,7 @@ from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from contextvars import ContextVar
 
     from dlock_core.transactions.tie import Tie
@@ -34,26 +36,36 @@ _kept: Final[ContextVar[tuple[tuple[Ownership, TiedLease], ...] | None]] = flow_
 
 None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
 
-_released: Final[ContextVar[tuple[Ownership, ...]]] = flow_variable("dlock_released", ())
-"""The leases that this flow has released, or is about to, and that something still needs."""
+_released: Final[ContextVar[tuple[_Departure, ...]]] = flow_variable("dlock_released", ())
+"""What this flow, or a function that has returned to it, has released although something may still need it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Departure:
+    """A release by a flow, known in its context and in those that are copied from it afterwards."""
+
+    ownership: Ownership
+    transactions: frozenset[object]
+    """The transactions of this flow that were open then: until they end, the lease still counts as held here."""
 
 
 class Ownership:
     """The handles of a lease, as far as it matters who has them, and whether the lease's owner has released its own.
 
-    The owner is the task that acquired the lease, or that has called the function of a thread which did. Where there is
-    no such task, or it has ended, it is the flow that releases the first handle.
+    The owner is the flow that has acquired the lease, or to which the function that did has returned.
     """
 
     def __init__(self, tie: Tie) -> None:
         self.tie = tie
-        self._task = _current_task()
+        self._owner = _current_flow()
         self._first: ref[TiedLease] | None = None
         """The handle that was returned by the acquire."""
-        self._loose: frozenset[ref[TiedLease]] = frozenset()
-        """The handles without a block, which may be in the hands of another flow than that which joined."""
+        self._asked: frozenset[ref[TiedLease]] = frozenset()
+        """The handles whose release the owner has asked for: another task may carry it out."""
         self.is_over = False
-        """Whether the owner needs the lease no more."""
+        """Whether the owner has released its handles."""
+        self._departure: _Departure | None = None
+        """The last one; contexts that know only of an earlier one are copies that were made in between."""
 
     def acquired(self, handle: TiedLease) -> None:
         """Record the first handle."""
@@ -61,89 +73,105 @@ class Ownership:
 
     def joined(self, handle: TiedLease) -> None:
         """Record that this flow has joined the lease."""
-        _joined.set(
-            (*[(each, known) for each, known in _joined.get() if known in each.tie.handles], (self, ref(handle)))
-        )
-        if self in _released.get():
-            _released.set(tuple(each for each in _released.get() if each is not self))
+        others = [(each, known) for each, known in _joined.get() if known in each.tie.handles]
+        _joined.set((*others, (self, ref(handle))))
+        self._forget_departure()
 
     def keep(self, handle: TiedLease) -> None:
         """Keep a handle without a block as long as its transaction, or otherwise this request."""
-        self._loose = self._loose & self.tie.handles | {ref(handle)}
         kept = _kept.get()
         if kept is not None and not self.tie.is_bound:
             _kept.set((*[each for each in kept if each[0].tie.held.ended is None], (self, handle)))
 
     def handed_back(self) -> None:
         """Record that a function has returned to this flow, together with the lease that it has acquired."""
-        if self._task is None:
-            self._task = _current_task()
+        self._owner = _current_flow()
+
+    def asks(self, handle: TiedLease) -> None:
+        """Record that this flow asks for the release of a handle."""
+        if self._owner != _current_flow():
+            return
+        here = {each.ownership for each in leases_of_context.get()}
+        if any(each.ownership not in here for each in _released.get()):
+            _released.set(tuple(each for each in _released.get() if each.ownership in here))
+        self._asked = self._asked & self.tie.handles | {ref(handle)}
+        if self.releases(handle):
+            self.depart()
 
     def releases(self, handle: TiedLease | None) -> bool:
         """Return whether this flow needs the lease no more, apart from this handle; record it if this is the owner.
 
-        For the task that owns the lease, the function of a thread cannot tell whether that task or another has called
-        it: `note_returned` records it when the function returns.
+        The function of a thread cannot tell whether the owner has called it, or another task: that is known, and
+        recorded, when it returns.
 
         Args:
             handle: What this flow releases; None if a function has done so that has returned to it.
         """
         handles, own = self.tie.handles, None if handle is None else ref(handle)
-        if self._first in handles and self._first != own:
+        if self._first in handles and self._first != own and self._first not in self._asked:
             return False
-        others = handles - {own}
-        if others and not others.isdisjoint(self.of_this_flow):
+        others = handles - {own} - self._asked if handles else handles
+        if others and not others.isdisjoint(self._joined_here()):
             return False
-        task = None if self._task is None else self._task()
-        is_passed_on = task is None or task.done()
-        if not is_passed_on and self._task is _current_task():
-            self.is_over = True
-            return True
-        if (not is_passed_on and in_task()) or not self._is_own(own):
-            return False
-        self.is_over = self.is_over or is_passed_on
+        if self._owner != _current_flow():
+            is_own = own is not None and (own == self._first or (not self.is_over and own in self._joined_here()))
+            return is_own and not in_task()
+        self.is_over, self._departure = True, None
         return True
 
-    def _is_own(self, handle: ref[TiedLease] | None) -> bool:
-        return handle is not None and (handle == self._first or (not self.is_over and (self, handle) in _joined.get()))
-
-    @property
-    def of_this_flow(self) -> set[ref[TiedLease]]:
-        """The handles that this flow has, or may have: not those of blocks in other flows."""
-        known: set[Any] = {self._first, *self._loose, *[each for owner, each in _joined.get() if owner is self]}
-        return known & self.tie.handles
+    def _joined_here(self) -> set[ref[TiedLease]]:
+        return {known for each, known in _joined.get() if each is self}
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
         self.is_over, is_due = True, False
-        for each in self.of_this_flow:
-            if (handle := each()) is not None:
-                is_due = self.tie.detach(handle)
+        for each in (self._first, *self._joined_here()):
+            if each is not None and (handle := each()) is not None:
+                is_due = self.tie.detach(handle) or is_due
         return is_due
 
-    def note_released_here(self) -> None:
-        """Record that this flow has released the lease, or is about to, so that it may go on afterwards."""
-        known = _released.get()
-        if self not in known:
-            _released.set((*[each for each in known if each.tie.held.ended is None], self))
+    def depart(self, transactions: Iterable[object] = ()) -> None:
+        """Record that this flow has released the lease, so that it may go on afterwards.
+
+        Args:
+            transactions: Those of this flow that are open, and under the lease until they end.
+        """
+        self._departure = _Departure(self, frozenset(transactions))
+        _released.set((*[each for each in _released.get() if each.ownership is not self], self._departure))
+
+    def _forget_departure(self) -> None:
+        if released := _released.get():
+            _released.set(tuple(each for each in released if each.ownership is not self))
 
     def removed(self) -> None:
         """Forget the handles of a lease that was removed from this context."""
-        if released := _released.get():
-            _released.set(tuple(each for each in released if each is not self))
+        self._forget_departure()
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].tie.held.ended is None))
 
     @property
-    def is_released_here(self) -> bool:
-        """Whether this flow has released the lease, or is about to, and something may still need it."""
-        released = _released.get()
-        return bool(released) and self in released
+    def has_handle(self) -> bool:
+        """Whether a handle of this flow needs the lease."""
+        handles = self.tie.handles
+        return self._first in handles or not handles.isdisjoint(self._joined_here())
+
+    @property
+    def has_departed(self) -> bool:
+        """Whether this flow has released the lease, which is still in its context."""
+        return self._departure is not None and self._departure in _released.get()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this flow has released its handles, and only blocks and transactions of others need the lease."""
+        departure = self._departure
+        if departure is None or not self.has_departed or self.has_handle:
+            return False
+        return departure.transactions.isdisjoint(self.tie.open)
 
     @property
     def is_left(self) -> bool:
         """Whether this is a copy of the owner's context, and the owner has released the lease, as all others have."""
-        return self.is_over and not self.tie.handles and not self.is_released_here
+        return self.is_over and not self.tie.handles and not self.has_departed
 
 
 @contextmanager
@@ -160,7 +188,7 @@ def apart() -> Iterator[None]:
         _kept.reset(kept)
 
 
-def _current_task() -> ref[asyncio.Task[Any]] | None:
-    """Return the only weak reference to the task that runs now; None in a thread."""
+def _current_flow() -> object:
+    """Return the only weak reference to the task that runs now; in a thread, its number."""
     task = asyncio.current_task() if in_task() else None
-    return None if task is None else ref(task)
+    return threading.get_ident() if task is None else ref(task)

@@ -26,6 +26,9 @@ __all__ = ["keep_from_callers"]
 _STEP: Final = "_restore_context"
 """The function of asgiref that sets the variables of a context in the one that runs now; it has no public name."""
 
+_TO_COROUTINE: Final = "main_wrap"
+"""The function of asgiref that takes the step to give a coroutine its caller's context: nothing has returned then."""
+
 
 def keep_from_callers() -> None:
     """Wrap asgiref's step from now on; a repeated call changes nothing."""
@@ -61,13 +64,12 @@ class _HandBack:
     def _hand_back_of_returned(self, context: Context) -> None:
         before = leases_of_context.get()
         self._hand_back(context)
-        after = leases_of_context.get()
         for each in before:
-            if each not in after or each.ownership.is_released_here:
-                each.note_returned()
-        for each in after:
-            if each not in before:
-                each.ownership.handed_back()
+            each.note_returned()
+        if sys._getframe(2).f_code.co_name != _TO_COROUTINE:  # noqa: SLF001 - documented by CPython
+            for each in leases_of_context.get():
+                if each not in before:
+                    each.ownership.handed_back()
 
 
 def _is_entered(context: Context) -> bool:

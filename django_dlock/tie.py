@@ -24,7 +24,6 @@ from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
-from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import (
@@ -195,7 +194,7 @@ class TiedDatabases:
         tie, connection = self.tie, tracker.connection
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
             return
-        if transaction not in tie.open and self.is_apart:
+        if transaction not in tie.open and self.ownership.is_apart:
             return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
@@ -249,30 +248,34 @@ class TiedDatabases:
 
     def begin_release(self, handle: TiedLease) -> None:
         """Record that this flow asks for the release of a handle, which may be done by another task: by a shield's."""
-        if self._releases(handle):
-            self.ownership.note_released_here()
+        if self in leases_of_context.get():
+            self.ownership.asks(handle)
 
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Remove the lease from this context, if nothing needs it here.
 
         In a task, transactions that are still open belong to threads, which have their own contexts.
         """
-        is_over = self._releases(handle)
+        ownership = self.ownership
+        is_released = self in leases_of_context.get() and ownership.releases(handle)
         if self.tie.open and runtime is BLOCKING:
-            if is_over:
-                self.ownership.note_released_here()
-        elif is_over:
+            if is_released:
+                ownership.depart(self.tie.open & _open_here())
+        elif is_released:
             self._remove()
+            if not ownership.is_over:  # Then this flow may be a function that was called by the owner.
+                ownership.depart()
         elif not self.tie.handles:
             self.forget()
 
     def note_returned(self) -> None:
-        """Record that a function has returned to this flow, which may have released what this flow holds."""
-        if self.ownership.releases(None):
-            self._remove()
-
-    def _releases(self, handle: TiedLease) -> bool:
-        return self in leases_of_context.get() and self.ownership.releases(handle)
+        """Record that a function has returned to this flow; it may have released what this flow holds."""
+        ownership = self.ownership
+        if ownership.has_departed and not ownership.has_handle:
+            if ownership.releases(None):
+                self._remove()
+            elif self not in leases_of_context.get():
+                ownership.removed()
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
@@ -284,14 +287,6 @@ class TiedDatabases:
     def is_left(self) -> bool:
         """Whether its owner has released it, and this context, a copy of the owner's, still has it."""
         return self.ownership.is_left
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether this flow has released it, and it lasts only for blocks and transactions of others."""
-        ownership, tie = self.ownership, self.tie
-        if not ownership.is_released_here or ownership.of_this_flow:
-            return False
-        return not tie.open or not (in_task() or tie.open & _open_here())
 
     def forget(self) -> None:
         """Remove the lease from this context; not from a copy, where what goes on may not begin another transaction."""
@@ -383,7 +378,9 @@ def current() -> list[TiedDatabases]:
 
 def _is_held(each: TiedDatabases) -> bool:
     tie = each.tie
-    return tie.held.ended is None and tie.state is not TieState.ABANDONED and not (tie.is_over or each.is_apart)
+    return (
+        tie.held.ended is None and tie.state is not TieState.ABANDONED and not (tie.is_over or each.ownership.is_apart)
+    )
 
 
 @receiver(pre_migrate)

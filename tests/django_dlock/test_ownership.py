@@ -129,30 +129,13 @@ async def test_work_that_goes_on_is_refused_after_its_request_has_ended_the_leas
         await tasks[0]
 
 
-async def in_a_thread_of_asyncio(wanted):
-    return await asyncio.to_thread(in_thread, wanted.acquire, ())
-
-
-async def gathered(wanted):
-    return (await asyncio.gather(wanted.aacquire()))[0]
-
-
-JOINS = {
-    "task": lambda wanted: wanted.aacquire(),
-    "thread": acquired_in_a_thread,
-    "to_thread": in_a_thread_of_asyncio,
-    "wait_for": lambda wanted: asyncio.wait_for(wanted.aacquire(), WITHIN),
-    "gather": gathered,
-}
-
-
-@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("join", ACQUIRES)
 @pytest.mark.parametrize("release", ["plain", "shield", "thread"])
 async def test_handle_that_has_joined_in_any_way_keeps_the_lease_when_the_first_one_is_released(
     database, store, join, release
 ):
     first = await order(database).aacquire()
-    joined = await JOINS[join](order(database, reentrant=True))
+    joined = await ACQUIRES[join](order(database, reentrant=True))
     await RELEASES[release](first)
     assert await in_database(add, database, "under the lease") == joined.token
     slow = Slow(database, "before")
