@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -13,7 +14,7 @@ from django.http import HttpResponse
 from django.test import RequestFactory
 
 from django_dlock import lock, ownership
-from django_dlock.errors import LeaseLost
+from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.middleware import LockMiddleware
 from django_dlock.tie import current
 from tests.django_dlock.sessions import committed
@@ -149,13 +150,31 @@ async def test_handle_that_has_joined_in_any_way_keeps_the_lease_when_the_first_
         await task
 
 
-def joining_block(database, inside, go_on, errors):
-    """Work in a thread in a block that has joined the lease."""
+@contextlib.contextmanager
+def by_hand(wanted):
+    lease = wanted.acquire()
     try:
-        with order(database, reentrant=True) as lease:
+        yield lease
+    finally:
+        lease.release()
+
+
+@contextlib.asynccontextmanager
+async def by_hand_async(wanted):
+    lease = await wanted.aacquire()
+    try:
+        yield lease
+    finally:
+        await lease.arelease()
+
+
+def joining(database, joins, inside, go_on, errors):
+    """Work in a thread under a handle that has joined the lease."""
+    try:
+        with joins(order(database, reentrant=True)) as lease:
             inside.set()
             go_on.wait(WITHIN)
-            assert add(database, "in the joined block") == lease.token
+            assert add(database, "under the joined handle") == lease.token
     except BaseException as error:
         errors.append(error)
         raise
@@ -166,13 +185,13 @@ def joining_block(database, inside, go_on, errors):
 class Background:
     """Work that a view starts under its lease, and that has joined it."""
 
-    def __init__(self, database):
+    def __init__(self, database, joins):
         self.errors, self.inside, self.go_on = [], threading.Event(), threading.Event()
-        self.work = (database, self.inside, self.go_on, self.errors)
+        self.work = (database, joins, self.inside, self.go_on, self.errors)
 
     def start(self):
         run = contextvars.copy_context().run
-        self.thread = threading.Thread(target=run, args=(joining_block, *self.work))
+        self.thread = threading.Thread(target=run, args=(joining, *self.work))
         self.thread.start()
         assert self.inside.wait(WITHIN)
 
@@ -204,10 +223,11 @@ forgotten = []
 
 @pytest.mark.parametrize("view", [leaves_a_block, leaves_a_transaction, forgets])
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_request_ends_no_lease_under_a_block_of_its_background_work(database, store, view, is_async, caplog):
-    if database == "sqlite" and view is leaves_a_transaction:
-        pytest.skip("SQLite lets nobody read beside a transaction that writes")
-    background = Background(database)
+@pytest.mark.parametrize("joins", [lambda wanted: wanted, by_hand], ids=["block", "by hand"])
+async def test_request_ends_no_lease_that_its_background_work_has_joined(
+    database, store, view, is_async, joins, caplog
+):
+    background = Background(database, joins)
 
     def sync_view(request):
         view(database, background)
@@ -226,20 +246,23 @@ async def test_request_ends_no_lease_under_a_block_of_its_background_work(databa
     assert is_held(store)
     await asyncio.to_thread(background.finish)
     assert not is_held(store)
-    assert "in the joined block" in await in_database(committed, database)
+    assert "under the joined handle" in await in_database(committed, database)
 
 
 @pytest.mark.parametrize("release", ["plain", "shield", "thread"])
 @pytest.mark.parametrize("acquire", ACQUIRES)
-async def test_owner_that_has_released_is_apart_from_a_block_of_another_task(database, store, acquire, release, caplog):
-    """Also its writes outside a transaction, which could not be fenced."""
+@pytest.mark.parametrize("joins", [lambda wanted: wanted, by_hand_async], ids=["block", "by hand"])
+async def test_owner_that_has_released_is_apart_from_another_task_that_has_joined(
+    database, store, acquire, release, joins, caplog
+):
+    """It waits for that task like any other, and its writes outside a transaction are not refused."""
     inside, go_on = asyncio.Event(), asyncio.Event()
 
     async def background():
-        async with order(database, reentrant=True) as lease:
+        async with joins(order(database, reentrant=True)) as lease:
             inside.set()
             await go_on.wait()
-            assert await in_database(add, database, "in the joined block") == lease.token
+            assert await in_database(add, database, "under the joined handle") == lease.token
 
     async def view(request):
         lease = await ACQUIRES[acquire](order(database))
@@ -248,6 +271,11 @@ async def test_owner_that_has_released_is_apart_from_a_block_of_another_task(dat
         await RELEASES[release](lease)
         assert current() == []
         await Counter.objects.using(database).acreate(name="the owner's own")
+        for again in (order(database, wait=0), order(database, wait=0, reentrant=True)):
+            with pytest.raises(AcquireTimeout):
+                await again.aacquire()
+            with pytest.raises(AcquireTimeout):
+                await sync_to_async(acquire_in_a_transaction)(database, again)
         return HttpResponse()
 
     tasks = []
@@ -257,6 +285,50 @@ async def test_owner_that_has_released_is_apart_from_a_block_of_another_task(dat
     go_on.set()
     await tasks[0]
     assert not is_held(store)
+
+
+def acquire_in_a_transaction(database, wanted):
+    with atomic(database):
+        wanted.acquire()
+
+
+@pytest.mark.parametrize("release", ["shield", "task", "wait_for"])
+async def test_owner_that_asked_for_its_release_waits_for_a_transaction_that_is_still_open(database, store, release):
+    slow = Slow(database, "inside")
+    lease = await order(database).aacquire()
+    task = start(slow)
+    await slow.wait_until_reached()
+    await RELEASES[release](lease)
+    with pytest.raises(AcquireTimeout):
+        await order(database, wait=0).aacquire()
+    await slow.finish()
+    await task
+    await (await order(database).aacquire()).arelease()
+
+
+def in_a_loop(lease):
+    asyncio.run(released_elsewhere(lease))
+
+
+async def released_elsewhere(lease):
+    await asyncio.create_task(lease.arelease())
+
+
+def in_a_pool(lease):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(contextvars.copy_context().run, lease.release).result(WITHIN)
+
+
+@pytest.mark.parametrize("release", [in_a_loop, in_a_pool])
+async def test_function_whose_lease_another_flow_has_released_goes_on(database, store, release):
+    def work():
+        release(order(database).acquire())
+        add(database, "a")
+        with order(database):
+            add(database, "b")
+
+    await asyncio.to_thread(in_thread, work, ())
+    assert await in_database(committed, database) == {"a", "b"}
 
 
 async def test_task_whose_lease_another_task_releases_goes_on_and_so_do_its_other_tasks(database, store):
