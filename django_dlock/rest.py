@@ -12,10 +12,11 @@ from django.db.models import Model
 from django.views import View
 
 from django_dlock.bases import guard_override, guards, require_left_of
-from django_dlock.connections import on_rollback, restore_on_rollback
+from django_dlock.connections import on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
+from django_dlock.shown_versions import ShownVersions, known_version, shown_by
 from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
@@ -45,10 +46,19 @@ _NO_OBJECT_ACTIONS = ("list", "create")
 """Actions that change no object that exists; your own say so by `detail=False`."""
 
 
-_SHOWN = "_dlock_shown"
-"""Attribute of a serializer that keeps the instance whose data it has made, and the version that it had then.
+@guards
+def _watching(get_serializer: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `get_serializer` so that its serializers remember the versions which they show."""
 
-The version is None if it was read later than the data, and if the work that wrote it has been undone."""
+    def watching(self: PreconditionMixin, *args: Any, **kwargs: Any) -> Any:
+        serializer = get_serializer(self, *args, **kwargs)
+        if isinstance(serializer, serializers.BaseSerializer):
+            if self._dlock_shown_versions is None:
+                self._dlock_shown_versions = ShownVersions()
+            self._dlock_shown_versions.watch(serializer)
+        return serializer
+
+    return watching
 
 
 @guards
@@ -115,12 +125,14 @@ class PreconditionMixin(_View):
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
     _dlock_checked: Sequence[_Checked] = ()
-    _dlock_serializers: Sequence[Any] = ()
+    _dlock_shown_versions: ShownVersions | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         require_left_of(View, PreconditionMixin, cls)
         guard_override(cls, "get_object", _checking)
+        if hasattr(cls, "get_serializer"):
+            guard_override(cls, "get_serializer", _watching)
         if not hasattr(cls.if_match_required, "__get__"):  # A property is checked when it is read.
             _methods(cls.if_match_required, cls)
 
@@ -209,40 +221,30 @@ class PreconditionMixin(_View):
                 response.status_code, response.data = 304, None
         return response
 
-    @property
-    def get_serializer(self) -> Callable[..., Any]:
-        """Make the serializer; the ETag is that of the version that it shows, even if the object changes later.
-
-        A view without serializers, such as an APIView, has no such method: REST framework looks for it.
-        """
-        return partial(self._dlock_make_serializer, super().get_serializer)
-
-    def _dlock_make_serializer(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        serializer = make(*args, **kwargs)
-        if isinstance(serializer, serializers.Serializer):
-            serializer.to_representation = partial(_represent, serializer)  # type: ignore[method-assign]
-            vars(self).setdefault("_dlock_serializers", []).append(serializer)  # A view may make one for each row.
-        return serializer
-
     def _dlock_shown(self, response: Any) -> tuple[Any, int | None]:
         """Return the instance that a response shows, and in which version: a view may read its object more than once.
 
-        A response that does not say so shows the instance that was written, which has the greatest version, or to a
-        reader the oldest: with the tag of a newer one, a client could overwrite what it has not seen.
+        A response that does not name its serializer may show anything that the view has read. To a reader it has the
+        oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen. To a
+        writer, who knows what was there before, it has the version that was written.
         """
         checked = [each.instance for each in self._dlock_checked]
         serializer = getattr(getattr(response, "data", None), "serializer", None)
-        # With many=True the serializer's instance is a list.
         instance = unwrapped(getattr(serializer, "instance", None))
-        if not isinstance(instance, Model) or not (
-            instance in checked or (response.status_code == 201 and not checked)
-        ):
-            choose = min if self.request.method in READ_METHODS else max
-            instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
-        makers = self._dlock_serializers if serializer is None else [serializer]
-        made: list[tuple[Any, Any]] = [getattr(each, _SHOWN, (None, None)) for each in makers]
-        if seen := [version for shown, version in made if shown is instance]:
-            return instance, None if None in seen else min(seen)
+        if isinstance(instance, Model):  # With many=True it is a list.
+            if instance not in checked and response.status_code != 201:
+                return None, None
+            known = shown_by(serializer)
+            if known is not None and known.instance is instance:
+                return instance, known.version
+            return instance, self._dlock_version_now(instance)
+        is_read, versions = self.request.method in READ_METHODS, self._dlock_shown_versions
+        choose = min if is_read else max
+        instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
+        if is_read and instance is not None and versions is not None:
+            known = versions.oldest_of(instance)
+            if known is not None or versions.is_full:
+                return instance, None if known is None else known.version
         return instance, self._dlock_version_now(instance)
 
     def _dlock_version_now(self, instance: Any) -> int | None:
@@ -250,10 +252,7 @@ class PreconditionMixin(_View):
 
         Then what was shown may be older than what was read last.
         """
-        if instance is None:
-            return None
-        require_version(type(instance))
-        version, same = _known_version(instance), [each for each in self._dlock_checked if each.instance == instance]
+        version, same = known_version(instance), [each for each in self._dlock_checked if each.instance == instance]
         if version is None or not same:
             return version
         is_own = any(has_had(each.instance, each.version) and has_had(each.instance, version) for each in same)
@@ -288,26 +287,6 @@ class PreconditionMixin(_View):
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
-
-
-def _represent(serializer: Any, instance: Any) -> Any:
-    """Make the data of an instance as its serializer does, and keep the version that it has now."""
-    shown, version = unwrapped(instance), _known_version(instance)
-    setattr(serializer, _SHOWN, (shown, version))
-    if version is not None:
-        restore_on_rollback(serializer, {_SHOWN: (shown, None)}, using=_database_of(shown))
-    return type(serializer).to_representation(serializer, instance)
-
-
-def _known_version(instance: Any) -> int | None:
-    """Return the version of the data that an instance has; None if it was read later than they, or if there is none."""
-    instance = unwrapped(instance)
-    if not isinstance(instance, Model) or not hasattr(type(instance), "_dlock_version"):
-        return None
-    try:
-        return read_version(instance)
-    except ValueError:
-        return None
 
 
 def _database_of(instance: Any) -> str:

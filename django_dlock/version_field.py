@@ -24,10 +24,24 @@ if TYPE_CHECKING:
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["NEXT", "READ_VERSION", "SentVersion", "VersionField", "has_had", "latest_version", "read_version"]
+__all__ = [
+    "NEXT",
+    "READ_VERSION",
+    "SentVersion",
+    "VersionField",
+    "has_had",
+    "is_undone",
+    "last_undo",
+    "latest_version",
+    "read_version",
+]
 
 _FIRST_OWN: Final = "_dlock_first_own"
 """Attribute of an instance that keeps the version before the first of its own writes, if no other write came after."""
+_LAST_UNDO: Final = "_dlock_last_undo"
+"""Attribute of an instance that is another object after each rollback of a write of it."""
+_UNDONE: Final = "_dlock_undone"
+"""Attribute of an instance whose last write was rolled back: its values are not those of the row."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -178,6 +192,7 @@ class VersionField(_BigIntegerField):
     def mark_read(self, instance: Any, fields: Collection[str]) -> None:
         """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
+        values.pop(_UNDONE, None)
         if values.pop(READ_VERSION, ABSENT) != values[self.attname]:
             values.pop(_FIRST_OWN, None)  # The same version proves that no other write came in between.
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
@@ -191,7 +206,19 @@ class VersionField(_BigIntegerField):
         values[name] = before + 1
         values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
-        restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first}, using=using)
+        values.pop(_UNDONE, None)
+        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _UNDONE: True, _LAST_UNDO: object()}
+        restore_on_rollback(instance, former, using=using)
+
+
+def is_undone(instance: Any) -> bool:
+    """Return whether the last write of an instance was rolled back, and it was not read or written since."""
+    return _UNDONE in vars(instance) or instance._state.adding
+
+
+def last_undo(instance: Any) -> object:
+    """Return an object that is another one after each rollback of a write of an instance."""
+    return vars(instance).get(_LAST_UNDO)
 
 
 def has_had(instance: Any, version: int) -> bool:

@@ -1,0 +1,234 @@
+"""The tag of an answer is that of what it shows, however the view has made its body."""
+
+import functools
+from unittest import mock
+
+import pytest
+from django.db import transaction
+from django.utils.decorators import method_decorator
+from rest_framework import generics, serializers
+from rest_framework.response import Response
+from rest_framework.test import APIRequestFactory
+
+from django_dlock import shown_versions
+from django_dlock.errors import PreconditionFailed
+from django_dlock.preconditions import etag_of
+from django_dlock.rest import PreconditionMixin
+from tests.django_dlock.rest_views import DraftSerializer, Lenient, send
+from tests.testapp.models import Counter, Draft
+
+
+@pytest.fixture
+def draft(use_database):
+    use_database("default")
+    return Draft.objects.create(title="first")
+
+
+def tag_of_row():
+    return etag_of(Draft.objects.get(), variant="json")
+
+
+class ReadBefore(Lenient):
+    """Shows an object that it has read before another client has changed it, and before `get_object()`."""
+
+    def initial(self, *args, **kwargs):
+        super().initial(*args, **kwargs)
+        self.before = Draft.objects.get(pk=self.kwargs["pk"])
+        if self.request.method == "GET":
+            Draft.objects.update(title="theirs")
+
+    def retrieve(self, request, **kwargs):
+        self.get_object()
+        return Response(self.body())
+
+    def body(self):
+        return {"draft": self.get_serializer(self.before).data}
+
+
+class ReadBeforeInADict(ReadBefore):
+    def body(self):
+        return dict(self.get_serializer(self.before).data, links=[])
+
+
+class ReadBeforeInAList(ReadBefore):
+    def body(self):
+        return {"drafts": self.get_serializer([self.before], many=True).data}
+
+
+@pytest.mark.parametrize("kind", [ReadBefore, ReadBeforeInADict, ReadBeforeInAList])
+def test_body_of_an_earlier_instance_has_no_newer_tag(draft, kind):
+    shown = send(kind.as_view(), "get", draft, {})
+    assert "first" in str(shown.data)
+    assert shown["ETag"] == etag_of(draft, variant="json")
+    with pytest.raises(PreconditionFailed):
+        send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=shown["ETag"])
+
+
+class Audited(Lenient):
+    """Shows its object to a log before the save, and answers in its own way."""
+
+    def update(self, request, **kwargs):
+        answer = super().update(request, **kwargs)
+        return Response(self.body(answer.data))
+
+    def perform_update(self, serializer):
+        self.before = self.get_serializer(serializer.instance).data
+        super().perform_update(serializer)
+
+    def body(self, data):
+        return {"before": self.before, "after": data}
+
+
+class AuditedShortly(Audited):
+    def body(self, data):
+        return {"ok": True}
+
+
+class AuditedInADict(Audited):
+    def body(self, data):
+        return dict(data, links=[])
+
+
+@pytest.mark.parametrize("kind", [Audited, AuditedShortly, AuditedInADict])
+def test_answer_to_a_change_has_the_tag_after_it_although_the_object_was_shown_before(draft, kind):
+    view = kind.as_view()
+    first = send(view, "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert first["ETag"] == tag_of_row()
+    assert send(view, "put", draft, {"title": "mine again"}, if_match=first["ETag"]).status_code == 200
+
+
+class LogsInVain(Lenient):
+    """Shows its object in a savepoint in which a log fails."""
+
+    def retrieve(self, request, **kwargs):
+        return self.logged(lambda: super(LogsInVain, self).retrieve(request, **kwargs))
+
+    def perform_update(self, serializer):
+        super().perform_update(serializer)
+        self.logged(lambda: serializer.data)
+
+    def logged(self, show):
+        with transaction.atomic():
+            shown = show()
+            transaction.set_rollback(True)
+        return shown
+
+
+def test_answer_that_was_made_in_a_savepoint_which_failed_has_the_tag_of_what_was_not_undone(draft):
+    view = LogsInVain.as_view()
+    tag = send(view, "get", draft, {})["ETag"]
+    assert tag == tag_of_row()
+    assert send(view, "put", draft, {"title": "mine"}, if_match=tag)["ETag"] == tag_of_row()
+
+
+class Preview(Lenient):
+    """Rolls the save back, and shows the object afterwards."""
+
+    def perform_update(self, serializer):
+        with transaction.atomic():
+            super().perform_update(serializer)
+            transaction.set_rollback(True)
+
+
+class PreviewOfItsOwn(Preview):
+    def update(self, request, **kwargs):
+        super().update(request, **kwargs)
+        return Response(DraftSerializer(self.dlock_draft).data)
+
+    def perform_update(self, serializer):
+        super().perform_update(serializer)
+        self.dlock_draft = serializer.instance
+
+
+@pytest.mark.parametrize("kind", [Preview, PreviewOfItsOwn])
+def test_preview_that_is_shown_after_its_rollback_has_no_tag_of_the_row(draft, kind):
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
+
+
+def test_object_that_is_read_again_after_a_preview_has_its_tag(draft):
+    class Peeking(Preview):
+        def perform_update(self, serializer):
+            super().perform_update(serializer)
+            serializer.instance.refresh_from_db()
+
+    shown = send(Peeking.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.data["title"], shown["ETag"]) == ("first", tag_of_row())
+
+
+class CounterSerializer(serializers.ModelSerializer):
+    class Meta:
+        model = Counter
+        fields = ("name",)
+
+
+class AddsToADraft(PreconditionMixin, generics.GenericAPIView):
+    queryset = Draft.objects.all()
+    if_match_required = ()
+
+    def post(self, request, pk):
+        self.get_object()
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        serializer.save()
+        return Response(serializer.data, status=201)
+
+    def get(self, request, pk):
+        self.get_object()
+        return Response(self.get_serializer(Draft.objects.exclude(pk=pk).get()).data)
+
+
+def test_answer_that_names_another_object_has_no_tag_of_the_one_that_was_checked(draft):
+    added = send(AddsToADraft.as_view(serializer_class=DraftSerializer), "post", draft, {"title": "new"})
+    assert added["ETag"] == etag_of(Draft.objects.exclude(pk=draft.pk).get(), variant="json")
+    assert not send(AddsToADraft.as_view(serializer_class=DraftSerializer), "get", draft, {}).has_header("ETag")
+
+
+def test_new_object_without_a_version_has_no_tag_of_the_one_that_was_checked(draft):
+    added = send(AddsToADraft.as_view(serializer_class=CounterSerializer), "post", draft, {"name": "new"})
+    assert (added.status_code, added.has_header("ETag")) == (201, False)
+
+
+def test_view_remembers_some_of_many_rows_and_then_gives_no_tag_that_may_be_too_new(draft, monkeypatch):
+    class Export(Lenient):
+        def retrieve(self, request, **kwargs):
+            rows = [self.get_serializer(each).data["title"] for each in Draft.objects.order_by("-pk")]
+            sizes.append(len(self._dlock_shown_versions._oldest))
+            self.get_object()
+            return Response({"rows": rows})
+
+    sizes = []
+    monkeypatch.setattr(shown_versions, "MAX_SHOWN_ROWS", 3)
+    Draft.objects.bulk_create([Draft(title=f"{number}") for number in range(5)])
+    assert not send(Export.as_view(), "get", draft, {}).has_header("ETag")
+    assert sizes == [3]
+
+
+def counting(method):
+    @functools.wraps(method)
+    def counted(*args, **kwargs):
+        CALLS.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return counted
+
+
+CALLS = []
+
+
+def test_get_serializer_may_be_replaced_decorated_and_called_on_the_class(draft):
+    @method_decorator(counting, name="get_serializer")
+    class View(Lenient):
+        pass
+
+    CALLS.clear()
+    assert send(View.as_view(), "get", draft, {})["ETag"] == tag_of_row()
+    assert CALLS == ["get_serializer"]
+    view = View()
+    view.setup(APIRequestFactory().get("/"), pk=draft.pk)
+    view.request, view.format_kwarg = view.initialize_request(view.request), None
+    assert View.get_serializer(view, draft).data["title"] == "first"
+    with mock.patch.object(view, "get_serializer", return_value="replaced"):
+        assert view.get_serializer(draft) == "replaced"
+    view.get_serializer = lambda _: "assigned"
+    assert view.get_serializer(draft) == "assigned"
