@@ -156,9 +156,14 @@ PARTS: Final = {
         ),
     ),
     "requests": Part(
-        ("django_dlock/rest.py", "django_dlock/preconditions.py", "django_dlock/version_field.py"),
         (
-            "tests/django_dlock/test_rest.py tests/django_dlock/test_preconditions.py",
+            "django_dlock/rest.py",
+            "django_dlock/shown_versions.py",
+            "django_dlock/preconditions.py",
+            "django_dlock/version_field.py",
+        ),
+        (
+            "tests/django_dlock/test_rest.py tests/django_dlock/test_shown_versions.py tests/django_dlock/test_preconditions.py",
             "tests/django_dlock/test_versions.py tests/django_dlock/test_forms.py",
         ),
     ),
