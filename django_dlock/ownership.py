@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["Ownership", "apart"]
+__all__ = ["Ownership", "apart", "departures_kept"]
 
 _joined: Final[ContextVar[tuple[tuple[Ownership, ref[TiedLease]], ...]]] = flow_variable("dlock_joined", ())
 """The handles that have joined a lease in this context, or in a function that has handed its own back."""
@@ -172,6 +172,18 @@ class Ownership:
     def is_left(self) -> bool:
         """Whether this is a copy of the owner's context, and the owner has released the lease, as all others have."""
         return self.is_over and not self.tie.handles and not self.has_departed
+
+
+@contextmanager
+def departures_kept() -> Iterator[None]:
+    """Keep what this flow has released, although the block sets the context to that of another flow.
+
+    asgiref copies the context of a caller before it calls `lease.arelease()`.
+    """
+    own = _released.get()
+    yield
+    if own and (others := [each for each in own if each not in _released.get()]):
+        _released.set((*_released.get(), *others))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from asgiref import sync
 
+from django_dlock.ownership import departures_kept
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import FLOW_VARIABLES
 
@@ -63,7 +64,8 @@ class _HandBack:
 
     def _hand_back_of_returned(self, context: Context) -> None:
         before = leases_of_context.get()
-        self._hand_back(context)
+        with departures_kept():
+            self._hand_back(context)
         for each in before:
             each.note_returned()
         if sys._getframe(2).f_code.co_name != _TO_COROUTINE:  # noqa: SLF001 - documented by CPython

@@ -287,6 +287,21 @@ async def test_owner_that_has_released_is_apart_from_another_task_that_has_joine
     assert not is_held(store)
 
 
+async def test_function_that_calls_a_coroutine_to_release_goes_on_beside_work_that_has_joined(database, store):
+    def work():
+        ownership._released.set(())
+        lease = order(database).acquire()
+        background.start()
+        async_to_sync(lease.arelease)()
+        assert current() == []
+        background.finish()
+        add(database, "the function's own")
+
+    background = Background(database, lambda wanted: wanted)
+    await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+    assert await in_database(committed, database) == {"under the joined handle", "the function's own"}
+
+
 def acquire_in_a_transaction(database, wanted):
     with atomic(database):
         wanted.acquire()
