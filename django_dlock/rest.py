@@ -17,7 +17,7 @@ from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
 from django_dlock.shown_versions import ShownVersions, known_version, shown_by
-from django_dlock.version_field import SentVersion, has_had, latest_version
+from django_dlock.version_field import SentVersion, has_had, last_undo, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -95,6 +95,14 @@ class _Checked:
     version: int
     origin: _Checked | None
     """The object that was compared in its place, and had its version: a rollback may undo that."""
+    last_undo: object
+    """Tells whether a write of the object was rolled back since."""
+
+    def has_become(self, version: int) -> bool:
+        """Return whether only its own writes have brought the object to a version, and none that was rolled back."""
+        if not has_had(self.instance, self.version) or not has_had(self.instance, version):
+            return False
+        return version != self.version or last_undo(self.instance) is self.last_undo
 
     def holds(self) -> bool:
         """Return whether the object was compared, and all that has been written since came from this request."""
@@ -150,16 +158,16 @@ class PreconditionMixin(_View):
 
     def _dlock_check(self, instance: Any, *, is_write: bool = False) -> None:
         require_version(type(instance))
-        version = read_version(instance)
+        version, undo = read_version(instance), last_undo(instance)
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
         same = (each for each in reversed(self._dlock_checked) if each.instance == instance)
         former = next((each for each in same if latest_version(each.instance) == version and each.holds()), None)
         if former is None:
-            checked = _Checked(instance, self._dlock_is_known(instance, is_write=is_write), version, None)
+            checked = _Checked(instance, self._dlock_is_known(instance, is_write=is_write), version, None, undo)
         elif former.version == version:  # What was compared is the very version that this instance has.
-            checked = _Checked(instance, former.is_known, version, former.origin)
+            checked = _Checked(instance, former.is_known, version, former.origin, undo)
         else:
-            checked = _Checked(instance, is_known=False, version=version, origin=former)
+            checked = _Checked(instance, is_known=False, version=version, origin=former, last_undo=undo)
         self._dlock_checked = [*self._dlock_checked, checked]
 
     def _dlock_is_known(self, instance: Any, *, is_write: bool) -> bool | None:
@@ -242,9 +250,8 @@ class PreconditionMixin(_View):
         choose = min if is_read else max
         instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
         if is_read and instance is not None and versions is not None:
-            known = versions.oldest_of(instance)
-            if known is not None or versions.is_full:
-                return instance, None if known is None else known.version
+            if versions.may_have_shown(instance):
+                return instance, versions.oldest_of(instance)
         return instance, self._dlock_version_now(instance)
 
     def _dlock_version_now(self, instance: Any) -> int | None:
@@ -255,8 +262,7 @@ class PreconditionMixin(_View):
         version, same = known_version(instance), [each for each in self._dlock_checked if each.instance == instance]
         if version is None or not same:
             return version
-        is_own = any(has_had(each.instance, each.version) and has_had(each.instance, version) for each in same)
-        return version if is_own else None
+        return version if any(each.has_become(version) for each in same) else None
 
     def _require_checked(self, instance: Any) -> None:
         instance = unwrapped(instance)

@@ -13,10 +13,10 @@ from django_dlock.version_field import is_undone, last_undo, read_version
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_SHOWN_ROWS", "Shown", "ShownVersions", "known_version", "shown_by"]
+__all__ = ["MAX_SHOWN", "Shown", "ShownVersions", "known_version", "shown_by"]
 
-MAX_SHOWN_ROWS: Final = 1000
-"""How many rows a view remembers that its serializers have shown; a response that shows more has no single version."""
+MAX_SHOWN: Final = 1000
+"""How much of what its serializers show a view remembers; a response that shows more has no single version."""
 
 _SHOWN: Final = "_dlock_shown"
 """Attribute of a serializer that keeps what it has shown last."""
@@ -42,7 +42,8 @@ class ShownVersions:
     """The versions that the serializers of one view have shown while it has answered one request."""
 
     def __init__(self) -> None:
-        self._oldest: dict[tuple[type[Model], Any], Shown] = {}
+        self._shown: dict[tuple[type[Model], Any], list[Shown]] = {}
+        self._count = 0
 
     def watch(self, serializer: Any) -> None:
         """Remember from now on what a serializer shows, or with many=True its child."""
@@ -59,22 +60,23 @@ class ShownVersions:
         return make(serializer, instance)
 
     def _note(self, known: Shown) -> None:
-        row, version = _row(known.instance), known.known_version
-        former = self._oldest.get(row)
-        if former is None and len(self._oldest) >= MAX_SHOWN_ROWS:
-            return
-        is_older = former is None or version is None or (former.known_version or version) > version
-        if is_older and (former is None or former.known_version is not None):
-            self._oldest[row] = known
+        if not self._is_full:
+            self._shown.setdefault(_row(known.instance), []).append(known)
+            self._count += 1
 
-    def oldest_of(self, instance: Model) -> Shown | None:
-        """Return what was shown of an instance's row, in its oldest version or an unknown one; None if nothing was."""
-        return self._oldest.get(_row(instance))
+    def may_have_shown(self, instance: Model) -> bool:
+        """Return whether the row of an instance was shown, as far as that is remembered."""
+        return self._is_full or _row(instance) in self._shown
+
+    def oldest_of(self, instance: Model) -> int | None:
+        """Return the oldest version in which the row of an instance was shown; None if one of them is not known."""
+        shown = self._shown.get(_row(instance), [])
+        known = [each.version for each in shown if each.version is not None]
+        return min(known) if known and len(known) == len(shown) and not self._is_full else None
 
     @property
-    def is_full(self) -> bool:
-        """Whether more rows may have been shown than are remembered."""
-        return len(self._oldest) >= MAX_SHOWN_ROWS
+    def _is_full(self) -> bool:
+        return self._count >= MAX_SHOWN
 
 
 def shown_by(serializer: Any) -> Shown | None:
