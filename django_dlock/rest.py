@@ -249,9 +249,8 @@ class PreconditionMixin(_View):
         is_read, versions = self.request.method in READ_METHODS, self._dlock_shown_versions
         choose = min if is_read else max
         instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
-        if is_read and instance is not None and versions is not None:
-            if versions.may_have_shown(instance):
-                return instance, versions.oldest_of(instance)
+        if is_read and instance is not None and versions is not None and versions.may_have_shown(instance):
+            return instance, versions.oldest_of(instance)
         return instance, self._dlock_version_now(instance)
 
     def _dlock_version_now(self, instance: Any) -> int | None:
