@@ -1,0 +1,120 @@
+"""Random programs of a view: a client with the tag of an answer overwrites nothing of others that the answer did not show."""
+
+import random
+
+import pytest
+from django.db import transaction
+from rest_framework import serializers
+from rest_framework.response import Response
+
+from django_dlock.errors import DLockError
+from django_dlock.preconditions import etag_of
+from tests.django_dlock.rest_views import Lenient, send
+from tests.testapp.models import Draft
+
+PROGRAMS = 100
+"""In one test; it takes a third of a second."""
+MAX_STEPS = 5
+
+
+class Undo(Exception):
+    """Rolls a block back."""
+
+
+class OwnSerializer(serializers.ModelSerializer):
+    class Meta:
+        model = Draft
+        fields = ("title", "revision")
+
+
+class Program:
+    """What a view does with one object, of which it may have several instances."""
+
+    def __init__(self, view, key, chance):
+        self.view, self.key, self.chance = view, key, chance
+        self.instances, self.bodies, self.number = [], [], 0
+
+    def run(self):
+        for _ in range(self.chance.randrange(MAX_STEPS)):
+            self.step()
+        self.instances.append(self.view.get_object())
+        for _ in range(self.chance.randint(1, MAX_STEPS)):
+            self.step()
+        if not self.bodies:
+            self.show()
+        body = self.chance.choice(self.bodies)
+        return Response(self.chance.choice([body, {"one": body}, {"all": self.bodies}]))
+
+    def step(self):
+        steps = [self.read, self.change_by_others]
+        if self.instances:
+            steps += [self.refresh, self.save, self.preview, self.show, self.show, self.show, self.show_in_vain]
+        self.chance.choice(steps)()
+
+    def read(self):
+        self.instances.append(Draft.objects.get(pk=self.key))
+
+    def change_by_others(self):
+        self.number += 1
+        Draft.objects.filter(pk=self.key).update(title=f"theirs {self.number}.")
+
+    def refresh(self):
+        self.chance.choice(self.instances).refresh_from_db()
+
+    def save(self, *, is_undone=False):
+        instance, self.number = self.chance.choice(self.instances), self.number + 1
+        instance.title = f"mine {self.number}."
+        try:
+            with transaction.atomic():
+                instance.save_with_version()
+                if self.chance.random() < 0.5:
+                    self.bodies.append(self.view.get_serializer(instance).data)
+                if is_undone:
+                    raise Undo
+        except (Undo, DLockError):
+            pass
+
+    def preview(self):
+        self.save(is_undone=True)
+
+    def show(self):
+        instance = self.chance.choice(self.instances)
+        ways = [
+            lambda: self.view.get_serializer(instance).data,
+            lambda: dict(self.view.get_serializer(instance).data, links=[]),
+            lambda: {"all": self.view.get_serializer([instance], many=True).data},
+        ]
+        if self.view._dlock_checked and len(self.instances) == 1:  # it is promised for no other instance
+            ways.append(lambda: OwnSerializer(instance).data)
+        self.bodies.append(self.chance.choice(ways)())
+
+    def show_in_vain(self):
+        with transaction.atomic():
+            self.show()
+            transaction.set_rollback(True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["get", "put"])
+def test_client_with_the_tag_overwrites_no_change_of_others_that_it_was_not_shown(use_database, seed, method):
+    class View(Lenient):
+        def retrieve(self, request, **kwargs):
+            return Program(self, kwargs["pk"], chance).run()
+
+        update = retrieve
+
+    use_database("default")
+    chance, overwritten = random.Random(seed), 0
+    for number in range(PROGRAMS):
+        draft = Draft.objects.create(title="first.")
+        options = {"if_match": etag_of(draft)} if method == "put" else {}
+        try:
+            answer = send(View.as_view(), method, draft, {"title": "any"}, **options)
+            row = Draft.objects.get(pk=draft.pk)
+            tag = answer.headers.get("ETag", '"none"')
+            send(Lenient.as_view(), "put", draft, {"title": "next"}, if_match=tag)
+        except DLockError:
+            continue
+        overwritten += 1
+        assert not row.title.startswith("theirs") or row.title in str(answer.data), number
+    assert overwritten > PROGRAMS / 10
