@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,8 +15,8 @@ from django_dlock.connections import on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
-from django_dlock.shown_versions import ShownVersions, known_version, shown_by
-from django_dlock.version_field import SentVersion, has_had, last_undo, latest_version
+from django_dlock.shown_versions import Seen, ShownVersions, known_version, oldest_committed, shown_by
+from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -85,28 +84,21 @@ def _methods(given: Any, view: Any) -> set[str]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
+class _Checked(Seen):
     """An object that was checked, with the version that it had then."""
 
-    instance: Any
-    is_known: bool | None
-    """Whether the client has the object; None if nothing was compared."""
     version: int
-    origin: _Checked | None
-    """The object that was compared in its place, and had its version: a rollback may undo that."""
-    last_undo: object
-    """Tells whether a write of the object was rolled back since."""
 
-    def has_become(self, version: int) -> bool:
-        """Return whether only its own writes have brought the object to a version, and none that was rolled back."""
-        if not has_had(self.instance, self.version) or not has_had(self.instance, version):
-            return False
-        return version != self.version or last_undo(self.instance) is self.last_undo
+    def __init__(self, instance: Any, *, client_has_it: bool | None, origin: _Checked | None) -> None:
+        super().__init__(instance)
+        self.client_has_it = client_has_it
+        """Whether the client has the object; None if nothing was compared."""
+        self.origin = origin
+        """The object that was compared in its place, and had its version: a rollback may undo that."""
 
     def holds(self) -> bool:
         """Return whether the object was compared, and all that has been written since came from this request."""
-        if self.is_known is None or not has_had(self.instance, self.version):
+        if self.client_has_it is None or not has_had(self.instance, self.version):
             return False
         return self.origin is None or (self.origin.holds() and has_had(self.origin.instance, self.version))
 
@@ -158,16 +150,16 @@ class PreconditionMixin(_View):
 
     def _dlock_check(self, instance: Any, *, is_write: bool = False) -> None:
         require_version(type(instance))
-        version, undo = read_version(instance), last_undo(instance)
+        version = read_version(instance)
         # A row that was checked, and perhaps written by this very request since, is not compared with If-Match again.
         same = (each for each in reversed(self._dlock_checked) if each.instance == instance)
         former = next((each for each in same if latest_version(each.instance) == version and each.holds()), None)
         if former is None:
-            checked = _Checked(instance, self._dlock_is_known(instance, is_write=is_write), version, None, undo)
+            checked = _Checked(instance, client_has_it=self._dlock_is_known(instance, is_write=is_write), origin=None)
         elif former.version == version:  # What was compared is the very version that this instance has.
-            checked = _Checked(instance, former.is_known, version, former.origin, undo)
+            checked = _Checked(instance, client_has_it=former.client_has_it, origin=former.origin)
         else:
-            checked = _Checked(instance, is_known=False, version=version, origin=former, last_undo=undo)
+            checked = _Checked(instance, client_has_it=False, origin=former)
         self._dlock_checked = [*self._dlock_checked, checked]
 
     def _dlock_is_known(self, instance: Any, *, is_write: bool) -> bool | None:
@@ -225,7 +217,9 @@ class PreconditionMixin(_View):
             response.headers.setdefault("ETag", tag)
             # Of a preview, that is: the next writer may get the same version.
             on_rollback(partial(response.headers.pop, "ETag", None), using=_database_of(shown))
-            if any(each.is_known for each in self._dlock_checked if each.instance is shown and each.version == version):
+            if any(
+                each.client_has_it for each in self._dlock_checked if each.instance is shown and each.version == version
+            ):
                 response.status_code, response.data = 304, None
         return response
 
@@ -236,32 +230,30 @@ class PreconditionMixin(_View):
         oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen. To a
         writer, who knows what was there before, it has the version that was written.
         """
-        checked = [each.instance for each in self._dlock_checked]
         serializer = getattr(getattr(response, "data", None), "serializer", None)
         instance = unwrapped(getattr(serializer, "instance", None))
         if isinstance(instance, Model):  # With many=True it is a list.
-            if instance not in checked and response.status_code != 201:
+            same = self._dlock_checked_as(instance)
+            if not same and response.status_code != 201:
                 return None, None
-            known = shown_by(serializer)
-            if known is not None and known.instance is instance:
-                return instance, known.version
-            return instance, self._dlock_version_now(instance)
-        is_read, versions = self.request.method in READ_METHODS, self._dlock_shown_versions
-        choose = min if is_read else max
-        instance = choose((each for each in checked if each == checked[-1]), key=latest_version, default=None)
-        if is_read and instance is not None and versions is not None and versions.may_have_shown(instance):
-            return instance, versions.oldest_of(instance)
-        return instance, self._dlock_version_now(instance)
+            shown = [each for each in shown_by(serializer) if each.instance is instance]
+            return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
+        if not self._dlock_checked:
+            return None, None
+        same, versions = self._dlock_checked_as(self._dlock_checked[-1].instance), self._dlock_shown_versions
+        if self.request.method not in READ_METHODS:
+            instance = max((each.instance for each in same), key=latest_version)
+            return instance, _version_now(instance, same)
+        instance = min((each.instance for each in same), key=latest_version)
+        shown = [] if versions is None else versions.of_row(instance)
+        if not shown:
+            return instance, None if versions is not None and versions.is_full else _version_now(instance, same)
+        # The rest of the answer may be made of what was checked.
+        known = [oldest_committed(shown, same), *[each.oldest_now for each in same]]
+        return instance, None if None in known else min(each for each in known if each is not None)
 
-    def _dlock_version_now(self, instance: Any) -> int | None:
-        """Return the version of an instance that was shown in an unknown version; None if others have changed it since.
-
-        Then what was shown may be older than what was read last.
-        """
-        version, same = known_version(instance), [each for each in self._dlock_checked if each.instance == instance]
-        if version is None or not same:
-            return version
-        return version if any(each.has_become(version) for each in same) else None
+    def _dlock_checked_as(self, instance: Model) -> list[_Checked]:
+        return [each for each in self._dlock_checked if each.instance == instance]
 
     def _require_checked(self, instance: Any) -> None:
         instance = unwrapped(instance)
@@ -276,7 +268,7 @@ class PreconditionMixin(_View):
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        is_checked = any(each.is_known is not None for each in self._dlock_checked)
+        is_checked = any(each.client_has_it is not None for each in self._dlock_checked)
         if response.status_code < 400 and not is_checked and self._dlock_needs_object(request.method):
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
@@ -292,6 +284,17 @@ class PreconditionMixin(_View):
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
+
+
+def _version_now(instance: Any, checked: Sequence[_Checked]) -> int | None:
+    """Return the version of an instance that was shown in an unknown version; None if others have changed it since.
+
+    Then what was shown may be older than what was read last.
+    """
+    version = known_version(instance)
+    if version is None or not checked:
+        return version
+    return version if any(not each.is_undone and each.has_become(version) for each in checked) else None
 
 
 def _database_of(instance: Any) -> str:

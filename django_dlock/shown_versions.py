@@ -3,85 +3,126 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
 
+from django_dlock.connections import restore_on_rollback
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import is_undone, last_undo, read_version
+from django_dlock.version_field import has_had, is_undone, last_undo, read_version
+from dlock_core.extras import needed_by
+
+with needed_by("django_dlock.rest"):
+    from rest_framework.serializers import ListSerializer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_SHOWN", "Shown", "ShownVersions", "known_version", "shown_by"]
+__all__ = ["MAX_SHOWN", "Seen", "ShownVersions", "known_version", "oldest_committed", "shown_by"]
 
 MAX_SHOWN: Final = 1000
 """How much of what its serializers show a view remembers; a response that shows more has no single version."""
 
 _SHOWN: Final = "_dlock_shown"
-"""Attribute of a serializer that keeps what it has shown last."""
+"""Attribute of a serializer that keeps what it has shown of its instance."""
 
 
-class Shown(NamedTuple):
-    """An instance whose data a serializer has made."""
+class Seen:
+    """A version of an instance that a view has seen: it was read, checked or shown."""
 
-    instance: Any
-    known_version: int | None
-    """The version that it had then; see `known_version`."""
-    last_undo: object
-    """Tells whether a write of the instance was rolled back since."""
+    is_undone = False
+    """Whether the work was rolled back in which that happened: the version may never have been committed."""
+
+    def __init__(self, instance: Any) -> None:
+        self.instance, self.version = instance, known_version(instance)
+        """None: it is not known."""
+        self._last_undo = last_undo(instance)
+        restore_on_rollback(self, {"is_undone": True}, using=instance._state.db or DEFAULT_DB_ALIAS)
 
     @property
-    def version(self) -> int | None:
-        """The version of the data; None if it is not known, or was rolled back."""
-        instance = self.instance
-        return None if instance._state.adding or last_undo(instance) is not self.last_undo else self.known_version
+    def is_known(self) -> bool:
+        """Whether the version is known, and no write of the instance was rolled back since."""
+        return self.version is not None and not self.instance._state.adding and self.has_no_later_undo
+
+    @property
+    def has_no_later_undo(self) -> bool:
+        """Whether no write of the instance was rolled back since."""
+        return last_undo(self.instance) is self._last_undo
+
+    def has_become(self, version: int) -> bool:
+        """Return whether only its own writes have brought the instance to a version, and none that was rolled back."""
+        if self.version is None or not has_had(self.instance, self.version) or not has_had(self.instance, version):
+            return False
+        return version != self.version or self.has_no_later_undo
+
+    @property
+    def oldest_now(self) -> int | None:
+        """The oldest version that data of the instance may have which were made since; None if that is not known."""
+        now = known_version(self.instance)
+        if now is not None and self.has_become(now):
+            return now
+        return self.version if self.has_no_later_undo else None
 
 
 class ShownVersions:
     """The versions that the serializers of one view have shown while it has answered one request."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[type[Model], Any], list[Shown]] = {}
+        self._shown: dict[tuple[type[Model], Any], list[Seen]] = {}
         self._count = 0
 
     def watch(self, serializer: Any) -> None:
         """Remember from now on what a serializer shows, or with many=True its child."""
-        maker = getattr(serializer, "child", serializer)
+        maker: Any = serializer.child if isinstance(serializer, ListSerializer) else serializer
         if "to_representation" not in vars(maker):
             maker.to_representation = partial(self._represent, type(maker).to_representation, maker)
 
-    def _represent(self, make: Callable[..., Any], serializer: Any, instance: Any) -> Any:
+    def _represent(self, make: Callable[..., Any], serializer: Any, instance: Any, *args: Any, **named: Any) -> Any:
         shown = unwrapped(instance)
-        if isinstance(shown, Model):
-            known = Shown(shown, known_version(shown), last_undo(shown))
-            setattr(serializer, _SHOWN, known)
-            self._note(known)
-        return make(serializer, instance)
+        if isinstance(shown, Model) and not shown._state.adding:
+            seen = Seen(shown)
+            if shown is unwrapped(getattr(serializer, "instance", None)):
+                vars(serializer).setdefault(_SHOWN, []).append(seen)
+            if not self.is_full:
+                self._shown.setdefault(_row(shown), []).append(seen)
+                self._count += 1
+        return make(serializer, instance, *args, **named)
 
-    def _note(self, known: Shown) -> None:
-        if not self._is_full:
-            self._shown.setdefault(_row(known.instance), []).append(known)
-            self._count += 1
-
-    def may_have_shown(self, instance: Model) -> bool:
-        """Return whether the row of an instance was shown, as far as that is remembered."""
-        return self._is_full or _row(instance) in self._shown
-
-    def oldest_of(self, instance: Model) -> int | None:
-        """Return the oldest version in which the row of an instance was shown; None if one of them is not known."""
-        shown = self._shown.get(_row(instance), [])
-        known = [each.version for each in shown if each.version is not None]
-        return min(known) if known and len(known) == len(shown) and not self._is_full else None
+    def of_row(self, instance: Model) -> list[Seen]:
+        """Return what was shown of the row of an instance, as far as that is remembered."""
+        return self._shown.get(_row(instance), [])
 
     @property
-    def _is_full(self) -> bool:
+    def is_full(self) -> bool:
+        """Whether more may have been shown than is remembered."""
         return self._count >= MAX_SHOWN
 
 
-def shown_by(serializer: Any) -> Shown | None:
-    """Return what a serializer has shown last; None if it is not watched, or has shown nothing."""
-    return getattr(serializer, _SHOWN, None)
+def shown_by(serializer: Any) -> list[Seen]:
+    """Return what a serializer has shown of its instance; nothing if it is not watched."""
+    found: list[Seen] = getattr(serializer, _SHOWN, [])
+    return found
+
+
+def oldest_committed(shown: Sequence[Seen], checked: Sequence[Seen]) -> int | None:
+    """Return the oldest of the versions that were shown; None if one is not known, or may never have been committed.
+
+    Args:
+        shown: What was shown of one row; not empty.
+        checked: The instances of this row that were checked. What they were or became was also shown by work that was
+            rolled back.
+    """
+    sure = [each for each in checked if not each.is_undone and each.version is not None]
+    found = []
+    for each in shown:
+        version = each.version
+        if version is None or not each.is_known:
+            return None
+        if each.is_undone and not any(one.has_become(version) or version <= (one.version or 0) for one in sure):
+            return None
+        found.append(version)
+    return min(found)
 
 
 def known_version(instance: Any) -> int | None:

@@ -150,7 +150,8 @@ class VersionField(_BigIntegerField):
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:  # The instance may be a clone: whatever version it carries belongs to the original.
-            vars(model_instance).pop(_FIRST_OWN, None)
+            for name in (_FIRST_OWN, _UNDONE):
+                vars(model_instance).pop(name, None)
             number = vars(model_instance)[self.attname] = first_version()
             return number
         # The models inside migrations do not have the mixin's methods, but their saves must increment the version, too.

@@ -50,12 +50,31 @@ class ReadBeforeInADict(ReadBefore):
         return dict(self.get_serializer(self.before).data, links=[])
 
 
+class ReadTwice(Lenient):
+    """Shows what it has checked in its own way, and one value of a second instance."""
+
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        if request.method == "GET":
+            Draft.objects.update(title="theirs")
+        more = self.get_serializer(Draft.objects.get(pk=draft.pk)).data
+        return Response({"title": draft.title, "revision": more["revision"]})
+
+
+class ReadTwiceByItsOwn(ReadTwice):
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        body = dict(DraftSerializer(draft).data)
+        Draft.objects.update(title="theirs")
+        return Response({**body, "revision": self.get_serializer(Draft.objects.get(pk=draft.pk)).data["revision"]})
+
+
 class ReadBeforeInAList(ReadBefore):
     def body(self):
         return {"drafts": self.get_serializer([self.before], many=True).data}
 
 
-@pytest.mark.parametrize("kind", [ReadBefore, ReadBeforeInADict, ReadBeforeInAList])
+@pytest.mark.parametrize("kind", [ReadBefore, ReadBeforeInADict, ReadBeforeInAList, ReadTwice, ReadTwiceByItsOwn])
 def test_body_of_an_earlier_instance_has_no_newer_tag(draft, kind):
     shown = send(kind.as_view(), "get", draft, {})
     assert "first" in str(shown.data)
@@ -101,7 +120,8 @@ class LogsInVain(Lenient):
     """Shows its object in a savepoint in which a log fails."""
 
     def retrieve(self, request, **kwargs):
-        return self.logged(lambda: super(LogsInVain, self).retrieve(request, **kwargs))
+        draft = self.get_object()
+        return Response(self.logged(lambda: self.get_serializer(draft).data))
 
     def perform_update(self, serializer):
         super().perform_update(serializer)
@@ -156,6 +176,126 @@ class PreviewBesideTheRow(Lenient):
 
 def test_preview_beside_the_row_has_no_tag(draft):
     assert not send(PreviewBesideTheRow.as_view(), "get", draft, {}).has_header("ETag")
+
+
+class PreviewOfASecondInstance(Lenient):
+    """Shows in a savepoint what other requests would read after the change, and rolls it back."""
+
+    def update(self, request, **kwargs):
+        draft = self.get_object()
+        with transaction.atomic():
+            self.change(draft)
+            answer = self.answer(draft)
+            transaction.set_rollback(True)
+        return answer
+
+    def change(self, draft):
+        draft.title = "mine"
+        draft.save_with_version()
+
+    def answer(self, draft):
+        return Response(self.get_serializer(Draft.objects.get(pk=draft.pk)).data)
+
+
+class PreviewThatGetsItAgain(PreviewOfASecondInstance):
+    def answer(self, draft):
+        return Response(self.get_serializer(self.get_object()).data)
+
+
+class PreviewByHand(PreviewOfASecondInstance):
+    def answer(self, draft):
+        return Response({"title": self.get_object().title})
+
+
+class PreviewByAQuery(PreviewOfASecondInstance):
+    def change(self, draft):
+        Draft.objects.update(title="mine")
+
+
+class PreviewByAQueryOfTheSameInstance(PreviewByAQuery):
+    def answer(self, draft):
+        draft.refresh_from_db()
+        return Response(self.get_serializer(draft).data)
+
+
+PREVIEWS = [
+    PreviewOfASecondInstance,
+    PreviewThatGetsItAgain,
+    PreviewByHand,
+    PreviewByAQuery,
+    PreviewByAQueryOfTheSameInstance,
+]
+
+
+@pytest.mark.parametrize("kind", PREVIEWS)
+def test_preview_that_reads_the_row_again_has_no_tag_of_a_version_that_never_was(draft, kind):
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
+
+
+class ShowsFormerStates(Lenient):
+    """Shows its object, and former ones of it as instances that are not saved."""
+
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        former = Draft(pk=draft.pk, title="former", revision=draft.revision - 1)
+        return Response({"draft": self.get_serializer(draft).data, "former": [self.get_serializer(former).data]})
+
+
+def test_former_states_that_are_shown_beside_the_object_leave_its_tag(draft):
+    assert send(ShowsFormerStates.as_view(), "get", draft, {})["ETag"] == tag_of_row()
+
+
+class TreeSerializer(DraftSerializer):
+    """Calls itself with more arguments, and has a field called child."""
+
+    child = serializers.SerializerMethodField(method_name="child_of")
+
+    class Meta(DraftSerializer.Meta):
+        fields = [*DraftSerializer.Meta.fields, "child"]
+
+    def to_representation(self, instance, depth=0):
+        data = super().to_representation(instance)
+        if depth < 1:
+            data["again"] = self.to_representation(instance, depth=depth + 1)
+        return data
+
+    def child_of(self, instance):
+        return "a child"
+
+
+def test_serializer_that_calls_itself_with_more_arguments_is_watched(draft):
+    shown = send(Lenient.as_view(serializer_class=TreeSerializer), "get", draft, {})
+    assert shown.data["again"]["child"] == "a child"
+    assert shown["ETag"] == tag_of_row()
+
+
+def test_serializer_that_makes_its_data_twice_has_the_tag_of_the_older(draft):
+    class ShowsTwice(Lenient):
+        def retrieve(self, request, **kwargs):
+            serializer = self.get_serializer(self.get_object())
+            body = serializer.data
+            Draft.objects.update(title="theirs")
+            serializer.instance.refresh_from_db()
+            assert serializer.to_representation(serializer.instance)["title"] == "theirs"
+            return Response(body)
+
+    assert send(ShowsTwice.as_view(), "get", draft, {})["ETag"] == etag_of(draft, variant="json")
+
+
+def test_copy_of_an_object_whose_change_was_rolled_back_has_its_own_tag(draft):
+    class Copies(Lenient):
+        def post(self, request, **kwargs):
+            copied = self.get_object()
+            with transaction.atomic():
+                copied.save_with_version()
+                transaction.set_rollback(True)
+            copied.pk, copied._state.adding = None, True
+            copied.save()
+            return Response(self.get_serializer(copied).data, status=201)
+
+    added = send(Copies.as_view(), "post", draft, {})
+    assert added["ETag"] == etag_of(Draft.objects.exclude(pk=draft.pk).get(), variant="json")
 
 
 class PreviewOfItsOwnThatReadsAgain(PreviewOfItsOwn):
