@@ -16,6 +16,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 
+from django_dlock.errors import StaleObject
 from django_dlock.forms.differences import (
     DELETE,
     MINE,
@@ -28,7 +29,9 @@ from django_dlock.forms.differences import (
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
+from django_dlock.version_field import has_had, latest_version
 from django_dlock.versions import VersionedMixin, read_version
+from dlock_core.observability.hooks import emit_conflict
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
 
@@ -211,10 +214,21 @@ class VersionedModelForm(_ModelForm):
         snapshot = self._snapshot
         if snapshot is None:
             self._refuse(VERSION_MISSING, "version_missing")
-        elif snapshot.version != self._version_read:
+        elif snapshot.version != self._version_read or self._has_changed_meanwhile():
             self._ask(snapshot, CHANGED, "stale")
         elif not all(map(self.answer, snapshot.asked)):
             self._ask(snapshot, UNANSWERED, "unanswered")
+
+    def _has_changed_meanwhile(self) -> bool:
+        """Return whether the instance was read again in place, also by `clean()`, after others had changed the row."""
+        return not has_had(self.instance, self._version_read)
+
+    def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
+        """Save as Django does; raises StaleObject if the instance was read again since, after others had changed it."""
+        if self.is_bound and not self._is_addition and self._has_changed_meanwhile():
+            found = latest_version(self.instance)
+            raise emit_conflict(StaleObject(self.instance, expected=self._version_read, found=found))
+        return super().save(commit=commit)
 
     def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()

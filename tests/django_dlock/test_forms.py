@@ -67,6 +67,45 @@ def test_valid_form_raises_when_the_row_changes_before_it_is_saved(ticket):
         form.save()
 
 
+class ReadsAgain(TicketForm):
+    def clean(self):
+        change(self.instance, title="theirs")
+        self.instance.refresh_from_db()
+        return super().clean()
+
+
+@pytest.mark.parametrize("is_in_clean", [False, True])
+def test_form_whose_instance_was_read_again_after_a_change_is_stale(ticket, is_in_clean):
+    sent, instance = answer(TicketForm(instance=ticket), title="mine"), read(ticket)
+    form = (ReadsAgain if is_in_clean else TicketForm)(sent, instance=instance)
+    if not is_in_clean:
+        change(ticket, title="theirs")
+        instance.refresh_from_db()
+    assert not form.is_valid()
+    assert form.has_error("__all__", "stale")
+    [difference] = form.conflict.differences
+    assert (difference.was, difference.mine, difference.now) == ("old", "mine", "theirs")
+
+
+def test_valid_form_raises_when_its_instance_was_read_again_after_a_change(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    assert form.is_valid()
+    change(ticket, title="theirs")
+    form.instance.refresh_from_db()
+    with pytest.raises(StaleObject):
+        form.save()
+    assert read(ticket).title == "theirs"
+
+
+def test_form_may_be_saved_again_and_after_a_save_of_its_instance(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    assert form.is_valid()
+    form.instance.save()
+    form.save().refresh_from_db()
+    form.save()
+    assert read(ticket).title == "mine"
+
+
 def test_version_is_no_change_of_the_form(ticket):
     form = TicketForm(answer(TicketForm(instance=ticket)), instance=read(ticket))
     assert form.is_valid()
