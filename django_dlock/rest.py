@@ -294,6 +294,8 @@ def _version_now(instance: Any, checked: Sequence[_Checked]) -> int | None:
     version = known_version(instance)
     if version is None or not checked:
         return version
+    if any(each.was_read_again for each in checked):
+        return None
     return version if any(not each.is_undone and each.has_become(version) for each in checked) else None
 
 

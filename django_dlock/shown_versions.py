@@ -57,6 +57,12 @@ class Seen:
         return version != self.version or self.has_no_later_undo
 
     @property
+    def was_read_again(self) -> bool:
+        """Whether the instance was read again in place since, after others had changed its row."""
+        now = known_version(self.instance)
+        return now is not None and now != self.version and not self.has_become(now)
+
+    @property
     def oldest_now(self) -> int | None:
         """The oldest version that data of the instance may have which were made since; None if that is not known."""
         now = known_version(self.instance)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from django.db import transaction
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from rest_framework import serializers
 from rest_framework.response import Response
 
@@ -33,6 +33,7 @@ class Program:
     def __init__(self, view, key, chance):
         self.view, self.key, self.chance = view, key, chance
         self.instances, self.bodies, self.number = [], [], 0
+        self.read_again = []
 
     def run(self):
         for _ in range(self.chance.randrange(MAX_STEPS)):
@@ -48,7 +49,9 @@ class Program:
     def step(self):
         steps = [self.read, self.change_by_others]
         if self.instances:
-            steps += [self.refresh, self.save, self.preview, self.show, self.show, self.show, self.show_in_vain]
+            steps += [self.refresh, self.save, self.preview, self.show, self.show, self.show]
+        if not connections[DEFAULT_DB_ALIAS].in_atomic_block:
+            steps.append(self.work_in_vain)
         self.chance.choice(steps)()
 
     def read(self):
@@ -59,11 +62,12 @@ class Program:
         Draft.objects.filter(pk=self.key).update(title=f"theirs {self.number}.")
 
     def refresh(self):
-        self.chance.choice(self.instances).refresh_from_db()
+        self.read_again.append(self.chance.choice(self.instances))
+        self.read_again[-1].refresh_from_db()
 
     def save(self, *, is_undone=False):
         instance, self.number = self.chance.choice(self.instances), self.number + 1
-        instance.title = f"mine {self.number}."
+        former, instance.title = instance.title, f"mine {self.number}."
         try:
             with transaction.atomic():
                 instance.save_with_version()
@@ -71,8 +75,10 @@ class Program:
                     self.bodies.append(self.view.get_serializer(instance).data)
                 if is_undone:
                     raise Undo
-        except (Undo, DLockError):
+        except Undo:
             pass
+        except DLockError:
+            instance.title = former
 
     def preview(self):
         self.save(is_undone=True)
@@ -88,10 +94,18 @@ class Program:
             ways.append(lambda: OwnSerializer(instance).data)
         self.bodies.append(self.chance.choice(ways)())
 
-    def show_in_vain(self):
+    def work_in_vain(self):
+        """Do some steps that are rolled back; instances that were read in it have to be discarded, as documented."""
+        before, self.read_again = list(self.instances), []
         with transaction.atomic():
-            self.show()
+            for _ in range(self.chance.randint(1, 3)):
+                self.step()
+            if self.chance.random() < 0.3:
+                self.view.get_object()
             transaction.set_rollback(True)
+        self.instances = [each for each in before if not any(each is one for one in self.read_again)] or [
+            self.view.get_object()
+        ]
 
 
 @pytest.mark.parametrize("seed", range(4))
