@@ -75,7 +75,6 @@ class Ownership:
         """Record that this flow has joined the lease."""
         others = [(each, known) for each, known in _joined.get() if known in each.tie.handles]
         _joined.set((*others, (self, ref(handle))))
-        self._forget_departure()
 
     def keep(self, handle: TiedLease) -> None:
         """Keep a handle without a block as long as its transaction, or otherwise this request."""
@@ -139,13 +138,10 @@ class Ownership:
         self._departure = _Departure(self, frozenset(transactions))
         _released.set((*[each for each in _released.get() if each.ownership is not self], self._departure))
 
-    def _forget_departure(self) -> None:
-        if released := _released.get():
-            _released.set(tuple(each for each in released if each.ownership is not self))
-
     def removed(self) -> None:
         """Forget the handles of a lease that was removed from this context."""
-        self._forget_departure()
+        if released := _released.get():
+            _released.set(tuple(each for each in released if each.ownership is not self))
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].tie.held.ended is None))
 

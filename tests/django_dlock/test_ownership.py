@@ -422,3 +422,25 @@ async def test_handles_that_have_joined_and_were_released_are_not_kept(store):
             handles.append(await lock("order", 42, fence=False, reentrant=True).aacquire())
             await handles[-1].arelease()
         assert len(ownership._joined.get()) == 1
+
+
+async def test_work_that_goes_on_is_refused_after_both_handles_were_released_side_by_side(database, store):
+    slow = Slow(database, "before")
+    first = await order(database).aacquire()
+    joined = await order(database, reentrant=True).aacquire()
+    task = start(slow)
+    await slow.wait_until_reached()
+    await asyncio.gather(first.arelease(), joined.arelease())
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+    await sync_to_async(add)(database)
+
+
+@pytest.mark.parametrize("release", ["shield", "thread"])
+async def test_releases_by_others_are_not_kept(store, release):
+    for number in range(20):
+        lease = await lock("order", number, fence=False).aacquire()
+        await RELEASES[release](lease)
+    assert len(ownership._released.get()) <= 1
