@@ -442,5 +442,7 @@ async def test_work_that_goes_on_is_refused_after_both_handles_were_released_sid
 async def test_releases_by_others_are_not_kept(store, release):
     for number in range(20):
         lease = await lock("order", number, fence=False).aacquire()
+        other = await lock("invoice", number, fence=False).aacquire()
         await RELEASES[release](lease)
+        await other.arelease()
     assert len(ownership._released.get()) <= 1
