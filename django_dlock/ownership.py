@@ -178,8 +178,9 @@ def departures_kept() -> Iterator[None]:
     """
     own = _released.get()
     yield
-    if own and (others := [each for each in own if each not in _released.get()]):
-        _released.set((*_released.get(), *others))
+    if own:
+        here, known = {each.ownership for each in leases_of_context.get()}, _released.get()
+        _released.set((*known, *[each for each in own if each not in known and each.ownership in here]))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from django_dlock import lock, ownership
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.middleware import LockMiddleware
 from django_dlock.tie import current
+from django_dlock.tracker import leases_of_context
 from tests.django_dlock.sessions import committed
 from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order
 from tests.leases import is_held
@@ -436,6 +437,17 @@ async def test_work_that_goes_on_is_refused_after_both_handles_were_released_sid
     with pytest.raises(LeaseLost):
         await task
     await sync_to_async(add)(database)
+
+
+def test_releases_of_coroutines_that_a_worker_calls_are_not_kept(store):
+    async def job(number):
+        lease = await lock("job", number, fence=False).aacquire()
+        await asyncio.shield(lease.arelease())
+
+    for number in range(20):
+        async_to_sync(job)(number)
+    assert len(ownership._released.get()) <= 1
+    assert len(leases_of_context.get()) <= 1
 
 
 @pytest.mark.parametrize("release", ["shield", "thread"])
