@@ -70,11 +70,16 @@ class Ownership:
     def acquired(self, handle: TiedLease) -> None:
         """Record the first handle."""
         self._first = ref(handle)
+        hash(self._first)  # The reference caches the hash, so it can be looked up even after the handle has gone.
 
     def joined(self, handle: TiedLease) -> None:
         """Record that this flow has joined the lease."""
         others = [(each, known) for each, known in _joined.get() if known in each.tie.handles]
-        _joined.set((*others, (self, ref(handle))))
+        own = ref(handle)
+        hash(own)
+        _joined.set((*others, (self, own)))
+        if self._owner == _current_flow():
+            self._departure = None
 
     def keep(self, handle: TiedLease) -> None:
         """Keep a handle without a block as long as its transaction, or otherwise this request."""
@@ -113,9 +118,11 @@ class Ownership:
         if others and not others.isdisjoint(self._joined_here()):
             return False
         if self._owner != _current_flow():
-            is_own = own is not None and (own == self._first or (not self.is_over and own in self._joined_here()))
-            return is_own and not in_task()
-        self.is_over, self._departure = True, None
+            is_own = own is not None and (own == self._first or own in self._joined_here())
+            return is_own and not self.is_over and not in_task()
+        self.is_over = True
+        if own in handles:  # Work that is started after the release has copies of the last departure.
+            self._departure = None
         return True
 
     def _joined_here(self) -> set[ref[TiedLease]]:
@@ -138,10 +145,15 @@ class Ownership:
         self._departure = _Departure(self, frozenset(transactions))
         _released.set((*[each for each in _released.get() if each.ownership is not self], self._departure))
 
-    def removed(self) -> None:
-        """Forget the handles of a lease that was removed from this context."""
+    def forget_departure(self) -> None:
+        """Forget that this flow has released the lease."""
         if released := _released.get():
             _released.set(tuple(each for each in released if each.ownership is not self))
+
+    def removed(self) -> None:
+        """Forget the handles of a lease that was removed from this context."""
+        if self.is_over:  # Otherwise this is a function, and its caller is to know.
+            self.forget_departure()
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].tie.held.ended is None))
 

@@ -275,7 +275,7 @@ class TiedDatabases:
             if ownership.releases(None):
                 self._remove()
             elif self not in leases_of_context.get():
-                ownership.removed()
+                ownership.forget_departure()
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""

@@ -458,3 +458,38 @@ async def test_releases_by_others_are_not_kept(store, release):
         await RELEASES[release](lease)
         await other.arelease()
     assert len(ownership._released.get()) <= 1
+
+
+@pytest.mark.parametrize("release", RELEASES)
+async def test_task_that_is_started_after_the_release_goes_on_whatever_its_owner_calls(database, store, release):
+    go_on = asyncio.Event()
+
+    async def notify():
+        await go_on.wait()
+        await in_database(add, database)
+
+    lease = await order(database).aacquire()
+    await RELEASES[release](lease)
+    task = asyncio.create_task(notify())
+    await sync_to_async(bool)()
+    await lease.arelease()
+    go_on.set()
+    await task
+
+
+async def test_work_that_goes_on_is_refused_after_a_function_has_released_in_its_transaction(database, store):
+    def ship():
+        with atomic(database):
+            Counter.objects.using(database).create(name="a")
+            lease.release()
+
+    slow = Slow(database, "before")
+    lease = await order(database).aacquire()
+    task = start(slow)
+    await slow.wait_until_reached()
+    await sync_to_async(in_thread)(ship, ())
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+    await sync_to_async(add)(database, "the owner's own")
