@@ -227,7 +227,7 @@ class Leases(TiedLeases[Lease], NoBlock, NoAsyncBlock):
     async def _arelease(self) -> None:
         async with AsyncExitStack() as stack:
             for lease in self:
-                stack.push_async_callback(lease.arelease)
+                stack.push_async_callback(lease._release, ASYNCIO)  # noqa: SLF001 - it was begun above
 
 
 class Locks(TiedLocks, BlockExit, AsyncBlockExit):
