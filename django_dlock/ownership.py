@@ -1,4 +1,4 @@
-"""Which flow a lease belongs to, a task or a function of a thread, and whether that flow has released it.
+"""Which flow a lease belongs to, a task or a call in a thread, and whether that flow has released it.
 
 Work that is started under a lease, in threads and tasks, gets a copy of its owner's context, and the lease with it. If
 it is still at work when the owner releases the lease, it must not begin another transaction, which nothing would fence;
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["Ownership", "apart", "departures_kept"]
+__all__ = ["Ownership", "apart", "begin_call", "flow_kept", "is_called"]
+
+_call: Final[ContextVar[object]] = flow_variable("dlock_call", None)
+"""The call by asgiref in which this flow runs: a weak reference to the task that it has begun, or any object."""
 
 _joined: Final[ContextVar[tuple[tuple[Ownership, ref[TiedLease]], ...]]] = flow_variable("dlock_joined", ())
 """The handles that have joined a lease in this context, or in a function that has handed its own back."""
@@ -105,8 +108,8 @@ class Ownership:
     def releases(self, handle: TiedLease | None) -> bool:
         """Return whether this flow needs the lease no more, apart from this handle; record it if this is the owner.
 
-        The function of a thread cannot tell whether the owner has called it, or another task: that is known, and
-        recorded, when it returns.
+        A function that asgiref has called cannot tell whether its caller is the owner: that is known, and recorded,
+        when it returns.
 
         Args:
             handle: What this flow releases; None if a function has done so that has returned to it.
@@ -119,7 +122,7 @@ class Ownership:
             return False
         if self._owner != _current_flow():
             is_own = own is not None and (own == self._first or own in self._joined_here())
-            return is_own and not self.is_over and not in_task()
+            return is_own and not self.is_over and is_called()
         self.is_over = True
         if own in handles:  # Work that is started after the release has copies of the last departure.
             self._departure = None
@@ -183,13 +186,14 @@ class Ownership:
 
 
 @contextmanager
-def departures_kept() -> Iterator[None]:
-    """Keep what this flow has released, although the block sets the context to that of another flow.
+def flow_kept() -> Iterator[None]:
+    """Keep what this flow has released, and its call, although the block sets the context to that of another flow.
 
     asgiref copies the context of a caller before it calls `lease.arelease()`.
     """
-    own = _released.get()
+    own, call = _released.get(), _call.get()
     yield
+    _call.set(call)
     if own:
         here, known = {each.ownership for each in leases_of_context.get()}, _released.get()
         _released.set((*known, *[each for each in own if each not in known and each.ownership in here]))
@@ -209,7 +213,20 @@ def apart() -> Iterator[None]:
         _kept.reset(kept)
 
 
+def is_called() -> bool:
+    """Return whether this flow may be a call, which hands its context back to its caller: asgiref's, or a thread's."""
+    return not in_task() or _call.get() == _current_flow()
+
+
+def begin_call() -> None:
+    """Record that asgiref has begun a call in this flow, the step of a thread or a task."""
+    _call.set(_current_flow() if in_task() else object())
+
+
 def _current_flow() -> object:
-    """Return the only weak reference to the task that runs now; in a thread, its number."""
+    """Return the only weak reference to the task that runs now; in a thread, its number and the call in it.
+
+    A thread that waits in `async_to_sync` runs the steps of other tasks meanwhile.
+    """
     task = asyncio.current_task() if in_task() else None
-    return threading.get_ident() if task is None else ref(task)
+    return (threading.get_ident(), _call.get()) if task is None else ref(task)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from asgiref import sync
 
-from django_dlock.ownership import departures_kept
+from django_dlock.ownership import begin_call, flow_kept
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import FLOW_VARIABLES
 
@@ -27,8 +27,8 @@ __all__ = ["keep_from_callers"]
 _STEP: Final = "_restore_context"
 """The function of asgiref that sets the variables of a context in the one that runs now; it has no public name."""
 
-_TO_COROUTINE: Final = "main_wrap"
-"""The function of asgiref that takes the step to give a coroutine its caller's context: nothing has returned then."""
+_BEGINNINGS: Final = frozenset({"main_wrap", "run_child"})
+"""The functions of asgiref that take the step to give a coroutine, or a function, its caller's context."""
 
 
 def keep_from_callers() -> None:
@@ -52,26 +52,31 @@ class _HandBack:
         self._hand_back = hand_back
 
     def __call__(self, context: Context) -> None:
-        # With no exception on its way, the function has returned.
-        if sys.exc_info()[0] is None or not _is_entered(context):
+        if sys._getframe(1).f_code.co_name in _BEGINNINGS:  # noqa: SLF001 - documented by CPython
+            with flow_kept():
+                self._hand_back(context)
+            begin_call()
+        elif sys.exc_info()[0] is None or not _is_entered(context):  # With no exception on its way, it has returned.
             self._hand_back_of_returned(context)
-            return
+        else:
+            self._hand_back_of_running(context)
+
+    def _hand_back_of_returned(self, context: Context) -> None:
+        before = leases_of_context.get()
+        with flow_kept():
+            self._hand_back(context)
+        for each in before:
+            each.note_returned()
+        for each in leases_of_context.get():
+            if each not in before:
+                each.ownership.handed_back()
+
+    def _hand_back_of_running(self, context: Context) -> None:
         own = [(each, each.get()) for each in FLOW_VARIABLES]
         self._hand_back(context)
         for variable, value in own:
             if variable.get() is not value:
                 variable.set(value)
-
-    def _hand_back_of_returned(self, context: Context) -> None:
-        before = leases_of_context.get()
-        with departures_kept():
-            self._hand_back(context)
-        for each in before:
-            each.note_returned()
-        if sys._getframe(2).f_code.co_name != _TO_COROUTINE:  # noqa: SLF001 - documented by CPython
-            for each in leases_of_context.get():
-                if each not in before:
-                    each.ownership.handed_back()
 
 
 def _is_entered(context: Context) -> bool:

@@ -19,7 +19,7 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
-from django_dlock.ownership import Ownership
+from django_dlock.ownership import Ownership, is_called
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
@@ -274,7 +274,7 @@ class TiedDatabases:
         if ownership.has_departed and not ownership.has_handle:
             if ownership.releases(None):
                 self._remove()
-            elif self not in leases_of_context.get():
+            elif self not in leases_of_context.get() and not is_called():
                 ownership.forget_departure()
 
     def end_flow(self) -> bool:

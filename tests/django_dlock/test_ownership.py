@@ -51,6 +51,7 @@ RELEASES = {
     "task": lambda lease: asyncio.create_task(lease.arelease()),
     "thread": lambda lease: sync_to_async(lease.release)(),
     "any thread": lambda lease: sync_to_async(in_thread, thread_sensitive=False)(lease.release, ()),
+    "called back": lambda lease: sync_to_async(async_to_sync(lease.arelease))(),
     "later": released_in_two_steps,
 }
 
@@ -345,6 +346,50 @@ async def test_function_whose_lease_another_flow_has_released_goes_on(database, 
 
     await asyncio.to_thread(in_thread, work, ())
     assert await in_database(committed, database) == {"a", "b"}
+
+
+async def in_a_group(release):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(release())
+
+
+STEPS = {
+    "await": lambda release: release(),
+    "gather": lambda release: asyncio.gather(release()),
+    "wait_for": lambda release: asyncio.wait_for(release(), WITHIN),
+    "group": in_a_group,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_in_a_thread", [False, True])
+async def test_function_goes_on_after_a_coroutine_that_it_calls_has_released_its_lease(
+    database, store, step, is_in_a_thread
+):
+    """In a step in a thread, which is the one in which the function waits, or in a task."""
+    slow = Slow(database, "before")
+
+    def work():
+        lease = order(database).acquire()
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(contextvars.copy_context().run, slow)
+            assert slow.reached.wait(WITHIN)
+            try:
+                async_to_sync(main)(lease)
+                add(database, "the function's own")
+                with order(database):
+                    add(database, "and under its next lease")
+            finally:
+                slow.go_on.set()
+            return working.exception(WITHIN)
+
+    async def main(lease):
+        await STEPS[step](sync_to_async(lease.release) if is_in_a_thread else lease.arelease)
+
+    error = await asyncio.to_thread(in_thread, work, ())
+    assert {"the function's own", "and under its next lease"} <= await in_database(committed, database)
+    if step == "await":  # Otherwise a task has released it, perhaps one of several that shared the work.
+        assert isinstance(error, LeaseLost)
 
 
 async def test_task_whose_lease_another_task_releases_goes_on_and_so_do_its_other_tasks(database, store):
