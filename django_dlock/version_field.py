@@ -26,6 +26,7 @@ else:
 
 __all__ = [
     "NEXT",
+    "PARTIAL",
     "READ_VERSION",
     "SentVersion",
     "VersionField",
@@ -41,7 +42,9 @@ _FIRST_OWN: Final = "_dlock_first_own"
 _LAST_UNDO: Final = "_dlock_last_undo"
 """Attribute of an instance that is another object after each rollback of a write of it."""
 _UNDONE: Final = "_dlock_undone"
-"""Attribute of an instance whose last write was rolled back: its values are not those of the row."""
+"""Attribute of an instance that a write had changed which was rolled back: its values are not those of the row."""
+PARTIAL: Final = "_dlock_partial"
+"""Attribute of an instance during a save that does not write all of its values."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -207,13 +210,14 @@ class VersionField(_BigIntegerField):
         values[name] = before + 1
         values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
-        values.pop(_UNDONE, None)
+        if PARTIAL not in values:
+            values.pop(_UNDONE, None)
         former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _UNDONE: True, _LAST_UNDO: object()}
         restore_on_rollback(instance, former, using=using)
 
 
 def is_undone(instance: Any) -> bool:
-    """Return whether the last write of an instance was rolled back, and it was not read or written since."""
+    """Return whether the last write of an instance was rolled back, and it was not read or wholly written since."""
     return _UNDONE in vars(instance) or instance._state.adding
 
 

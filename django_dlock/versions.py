@@ -5,7 +5,7 @@ The check is part of the UPDATE itself, `… SET version = 4 WHERE id = 42 AND v
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
@@ -15,13 +15,16 @@ from django_dlock import historical  # noqa: F401 - its receiver
 from django_dlock.comparisons import found_versions
 from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
-from django_dlock.refresh import fields_read
+from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
-from django_dlock.version_field import NEXT, READ_VERSION, VersionField, read_version
+from django_dlock.version_field import NEXT, PARTIAL, READ_VERSION, VersionField, is_undone, read_version
 from django_dlock.versioned_querysets import LockManager, VersionedQuerySet
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.options import NOT_GIVEN, NotGiven
 from dlock_core.sql.versions import require_sent
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet", "read_version"]
 
@@ -66,6 +69,8 @@ class VersionedMixin(models.Model):
         state, marks = self._state, dict[str, Any]()
         if options.get("force_update"):
             marks[_FORCED] = True
+        if is_undone(self) and self._dlock_leaves_out(options.get("update_fields")):
+            marks[PARTIAL] = True
         if not state.adding and options.get("using") not in (None, state.db):
             marks[_COPIED] = {
                 each: vars(self).get(each, ABSENT) for each in (self._dlock_version.attname, READ_VERSION)
@@ -76,6 +81,14 @@ class VersionedMixin(models.Model):
         finally:
             for mark in marks:
                 vars(self).pop(mark, None)
+
+    def _dlock_leaves_out(self, update_fields: Collection[str] | None) -> bool:
+        """Return whether a save does not write all the values that the instance has."""
+        if update_fields is None:
+            return False
+        written = frozenset(update_fields)
+        others = (each for each in self._meta.concrete_fields if each is not self._dlock_version and not is_key(each))
+        return any(each.attname in vars(self) and written.isdisjoint((each.name, each.attname)) for each in others)
 
     def save_with_version(self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any) -> None:
         """Save, or raise StaleObject if the row was changed or deleted since this instance was read.

@@ -321,6 +321,42 @@ def test_object_that_is_read_again_after_a_preview_has_its_tag(draft):
     assert (shown.data["title"], shown["ETag"]) == ("first", tag_of_row())
 
 
+class SavesSomethingElse(Preview):
+    """Shows values of a save that was rolled back, after another save that did not write them."""
+
+    def finish(self, draft):
+        draft.save(update_fields=["revision"])
+
+    def update(self, request, **kwargs):
+        draft = self.get_object()
+        with transaction.atomic():
+            draft.title = "refused"
+            draft.save()
+            transaction.set_rollback(True)
+        self.finish(draft)
+        return Response(self.get_serializer(draft).data)
+
+
+class SavesEverything(SavesSomethingElse):
+    def finish(self, draft):
+        draft.save(update_fields=["title", "revision"])
+
+
+class SavesAfterARefresh(SavesSomethingElse):
+    def finish(self, draft):
+        draft.refresh_from_db()
+        draft.save(update_fields=["revision"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_tag"), [(SavesSomethingElse, False), (SavesEverything, True), (SavesAfterARefresh, True)]
+)
+def test_values_whose_save_was_rolled_back_have_no_tag_until_they_are_saved_or_read_again(draft, kind, has_tag):
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert shown.get("ETag") == (tag_of_row() if has_tag else None)
+    assert (shown.data["title"] == Draft.objects.get().title) is has_tag
+
+
 class CounterSerializer(serializers.ModelSerializer):
     class Meta:
         model = Counter
