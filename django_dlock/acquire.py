@@ -64,7 +64,10 @@ class DatabaseAcquire(LockAcquire):
         if not (ties := current()):
             return None
         home = self.store.backend.capabilities.transaction_database
-        inside = self.runtime is BLOCKING and in_transaction(home or self.database)
+        if self.runtime is BLOCKING:
+            inside = in_transaction(home or self.database)
+        else:  # The transaction may be one of the function that has called this coroutine.
+            inside = any(each.held.name == self.lock.name and each.ownership.open_here for each in ties)
         return self.joined(ties, inside=inside)  # type: ignore[no-any-return]
 
     async def find_or_prepare(self) -> TiedDatabases | None:

@@ -31,6 +31,7 @@ __all__ = [
     "listen_to_all",
     "listening_tracker",
     "on_rollback",
+    "open_in_thread",
     "open_transaction",
     "restore_on_rollback",
     "roll_back_refusal",
@@ -60,6 +61,11 @@ def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracke
 def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:
     """Return the transaction that is open on a connection."""
     return tracker_for(connection).transaction()
+
+
+def open_in_thread() -> set[object]:
+    """Return the open transactions of this thread that were seen so far."""
+    return {tracker_for(connection).current for connection in initialized().values()}
 
 
 _guard: Final = RLock()

@@ -3,24 +3,26 @@
 Work that is started under a lease, in threads and tasks, gets a copy of its owner's context, and the lease with it. If
 it is still at work when the owner releases the lease, it must not begin another transaction, which nothing would fence;
 the owner itself goes on. Nothing tells a copy of a context from its original. So a lease is removed from the context of
-the flow that releases it, and every other context that still has it is a copy.
+the flow that releases it, or the release is recorded there, and every other context that still has it is a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import ref
 
+from django_dlock.connections import open_in_thread
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import flow_variable
 from dlock_core.owner import in_task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from contextvars import ContextVar
 
     from dlock_core.transactions.tie import Tie
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Ownership", "apart", "begin_call", "flow_kept", "is_called"]
 
-_call: Final[ContextVar[object]] = flow_variable("dlock_call", None)
-"""The call by asgiref in which this flow runs: a weak reference to the task that it has begun, or any object."""
+_call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
+"""The call by asgiref in which this flow runs."""
+
+_inside: Final[ContextVar[tuple[tuple[Ownership, object], ...]]] = flow_variable("dlock_inside", ())
+"""The transactions under a lease that this flow has begun, its caller, or a function that has returned to it."""
 
 _joined: Final[ContextVar[tuple[tuple[Ownership, ref[TiedLease]], ...]]] = flow_variable("dlock_joined", ())
 """The handles that have joined a lease in this context, or in a function that has handed its own back."""
@@ -39,17 +44,34 @@ _kept: Final[ContextVar[tuple[tuple[Ownership, TiedLease], ...] | None]] = flow_
 
 None outside of a request, where nothing would release them: a handle that its caller drops lets its lease run out."""
 
-_released: Final[ContextVar[tuple[_Departure, ...]]] = flow_variable("dlock_released", ())
-"""What this flow, or a function that has returned to it, has released although something may still need it."""
+_changes: Final[ContextVar[tuple[_Change, ...]]] = flow_variable("dlock_changes", ())
+"""What this flow has done last with each lease that it has released, if something may still need it.
+
+A function that has returned to this flow counts as the flow itself."""
+
+_numbers: Final = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Departure:
-    """A release by a flow, known in its context and in those that are copied from it afterwards."""
+class _Change:
+    """A release by a flow, or that it has joined the lease again; work that it has started since knows of it, too."""
 
     ownership: Ownership
-    transactions: frozenset[object]
-    """The transactions of this flow that were open then: until they end, the lease still counts as held here."""
+    is_release: bool
+    transactions: frozenset[object] = frozenset()
+    """The transactions of this flow that were open at the release: until they end, the lease still counts as held."""
+    number: int = field(default_factory=_numbers.__next__)
+    """The greater one is the later change."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """A call by asgiref: of a function, in a thread, or of a coroutine, in a task of its own."""
+
+    flow: object
+    """A weak reference to the task; of a function, any object that no other call has."""
+    leases: frozenset[Ownership]
+    """The leases that the caller has: it has to know what becomes of them."""
 
 
 class Ownership:
@@ -67,8 +89,6 @@ class Ownership:
         """The handles whose release the owner has asked for: another task may carry it out."""
         self.is_over = False
         """Whether the owner has released its handles."""
-        self._departure: _Departure | None = None
-        """The last one; contexts that know only of an earlier one are copies that were made in between."""
 
     def acquired(self, handle: TiedLease) -> None:
         """Record the first handle."""
@@ -81,8 +101,19 @@ class Ownership:
         own = ref(handle)
         hash(own)
         _joined.set((*others, (self, own)))
+        if self.has_departed:
+            self._record(_Change(self, is_release=False))
+        self.rejoined()
+
+    def rejoined(self) -> None:
+        """Record that this flow has a handle again: if it is the owner, it has not released the lease."""
         if self._owner == _current_flow():
-            self._departure = None
+            self.is_over = False
+
+    def began(self, transaction: object) -> None:
+        """Record that this flow has an open transaction that works under the lease."""
+        others = [each for each in _inside.get() if each[1] in each[0].tie.open]
+        _inside.set((*others, (self, transaction)))
 
     def keep(self, handle: TiedLease) -> None:
         """Keep a handle without a block as long as its transaction, or otherwise this request."""
@@ -96,14 +127,10 @@ class Ownership:
 
     def asks(self, handle: TiedLease) -> None:
         """Record that this flow asks for the release of a handle."""
-        if self._owner != _current_flow():
-            return
-        here = {each.ownership for each in leases_of_context.get()}
-        if any(each.ownership not in here for each in _released.get()):
-            _released.set(tuple(each for each in _released.get() if each.ownership in here))
-        self._asked = self._asked & self.tie.handles | {ref(handle)}
-        if self.releases(handle):
-            self.depart()
+        if self._owner == _current_flow() or is_called():
+            self._asked = self._asked & self.tie.handles | {ref(handle)}
+            if self.releases(handle):
+                self.depart()
 
     def releases(self, handle: TiedLease | None) -> bool:
         """Return whether this flow needs the lease no more, apart from this handle; record it if this is the owner.
@@ -124,8 +151,6 @@ class Ownership:
             is_own = own is not None and (own == self._first or own in self._joined_here())
             return is_own and not self.is_over and is_called()
         self.is_over = True
-        if own in handles:  # Work that is started after the release has copies of the last departure.
-            self._departure = None
         return True
 
     def _joined_here(self) -> set[ref[TiedLease]]:
@@ -139,26 +164,45 @@ class Ownership:
                 is_due = self.tie.detach(handle) or is_due
         return is_due
 
-    def depart(self, transactions: Iterable[object] = ()) -> None:
-        """Record that this flow has released the lease, so that it may go on afterwards.
+    def depart(self) -> None:
+        """Record that this flow has released the lease, so that it may go on afterwards."""
+        self._record(_Change(self, is_release=True, transactions=frozenset(self.open_here)))
 
-        Args:
-            transactions: Those of this flow that are open, and under the lease until they end.
-        """
-        self._departure = _Departure(self, frozenset(transactions))
-        _released.set((*[each for each in _released.get() if each.ownership is not self], self._departure))
+    def _record(self, change: _Change) -> None:
+        others = [each for each in _changes.get() if each.ownership is not self]
+        if others:
+            here = _known_here()
+            others = [each for each in others if each.ownership in here]
+        _changes.set((*others, change))
 
-    def forget_departure(self) -> None:
+    def forget_change(self) -> None:
         """Forget that this flow has released the lease."""
-        if released := _released.get():
-            _released.set(tuple(each for each in released if each.ownership is not self))
+        if changes := _changes.get():
+            _changes.set(tuple(each for each in changes if each.ownership is not self))
 
     def removed(self) -> None:
         """Forget the handles of a lease that was removed from this context."""
         if self.is_over:  # Otherwise this is a function, and its caller is to know.
-            self.forget_departure()
+            self.forget_change()
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].tie.held.ended is None))
+
+    @property
+    def last_change(self) -> _Change | None:
+        """What this flow has done last with the lease, if it has released it."""
+        return next((each for each in _changes.get() if each.ownership is self), None)
+
+    @property
+    def open_here(self) -> set[object]:
+        """The open transactions of this flow, or of its caller, that work under the lease."""
+        if not self.tie.open:
+            return set()
+        own = {each for ownership, each in _inside.get() if ownership is self}
+        if (change := self.last_change) is not None:
+            own |= change.transactions
+        if not in_task():
+            own |= open_in_thread()
+        return self.tie.open & own
 
     @property
     def has_handle(self) -> bool:
@@ -168,16 +212,17 @@ class Ownership:
 
     @property
     def has_departed(self) -> bool:
-        """Whether this flow has released the lease, which is still in its context."""
-        return self._departure is not None and self._departure in _released.get()
+        """Whether this flow has released the lease, which is still in its context, and has not joined it again."""
+        change = self.last_change
+        return change is not None and change.is_release
 
     @property
     def is_apart(self) -> bool:
         """Whether this flow has released its handles, and only blocks and transactions of others need the lease."""
-        departure = self._departure
-        if departure is None or not self.has_departed or self.has_handle:
+        change = self.last_change
+        if change is None or not change.is_release or self.has_handle:
             return False
-        return departure.transactions.isdisjoint(self.tie.open)
+        return change.transactions.isdisjoint(self.tie.open)
 
     @property
     def is_left(self) -> bool:
@@ -189,14 +234,22 @@ class Ownership:
 def flow_kept() -> Iterator[None]:
     """Keep what this flow has released, and its call, although the block sets the context to that of another flow.
 
-    asgiref copies the context of a caller before it calls `lease.arelease()`.
+    Of what both know, the later change counts: asgiref copies the context of a caller before it calls
+    `lease.arelease()`, and the other flow may have joined the lease again.
     """
-    own, call = _released.get(), _call.get()
+    own, call, here = _changes.get(), _call.get(), _known_here()
     yield
     _call.set(call)
     if own:
-        here, known = {each.ownership for each in leases_of_context.get()}, _released.get()
-        _released.set((*known, *[each for each in own if each not in known and each.ownership in here]))
+        here |= _known_here()
+        both = sorted({*own, *_changes.get()}, key=lambda change: change.number)
+        _changes.set(tuple({each.ownership: each for each in both if each.ownership in here}.values()))
+
+
+def _known_here() -> set[Ownership]:
+    """Return the leases of this context, and of the contexts to which it is handed back."""
+    call = _call.get()
+    return {each.ownership for each in leases_of_context.get()}.union(() if call is None else call.leases)
 
 
 @contextmanager
@@ -213,20 +266,24 @@ def apart() -> Iterator[None]:
         _kept.reset(kept)
 
 
+def begin_call() -> None:
+    """Record that asgiref has begun a call in this flow."""
+    _call.set(_Call(_current_flow() if in_task() else object(), frozenset(_known_here())))
+
+
 def is_called() -> bool:
     """Return whether this flow may be a call, which hands its context back to its caller: asgiref's, or a thread's."""
-    return not in_task() or _call.get() == _current_flow()
-
-
-def begin_call() -> None:
-    """Record that asgiref has begun a call in this flow, the step of a thread or a task."""
-    _call.set(_current_flow() if in_task() else object())
+    call = _call.get()
+    return not in_task() or (call is not None and call.flow == _current_flow())
 
 
 def _current_flow() -> object:
     """Return the only weak reference to the task that runs now; in a thread, its number and the call in it.
 
-    A thread that waits in `async_to_sync` runs the steps of other tasks meanwhile.
+    A thread that waits in `async_to_sync` runs functions for other tasks meanwhile.
     """
     task = asyncio.current_task() if in_task() else None
-    return (threading.get_ident(), _call.get()) if task is None else ref(task)
+    if task is not None:
+        return ref(task)
+    call = _call.get()
+    return threading.get_ident(), None if call is None else call.flow

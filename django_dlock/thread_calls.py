@@ -62,11 +62,11 @@ class _HandBack:
             self._hand_back_of_running(context)
 
     def _hand_back_of_returned(self, context: Context) -> None:
-        before = leases_of_context.get()
+        before = {each: each.ownership.last_change for each in leases_of_context.get()}
         with flow_kept():
             self._hand_back(context)
-        for each in before:
-            each.note_returned()
+        for each, change in before.items():
+            each.note_returned(change)
         for each in leases_of_context.get():
             if each not in before:
                 each.ownership.handed_back()

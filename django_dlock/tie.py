@@ -17,7 +17,7 @@ from django.db.models.signals import pre_migrate
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.connections import initialized, listening_tracker, open_transaction
+from django_dlock.connections import initialized, listening_tracker, open_in_thread, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
 from django_dlock.ownership import Ownership, is_called
 from django_dlock.tracker import leases_of_context, tracker_for
@@ -168,6 +168,7 @@ class TiedDatabases:
         )
         self._maybe_ended &= self.tie.open
         self.tie.begin(transaction)
+        self.ownership.began(transaction)
         if ends_lock:
             transaction.undo.append(partial(self._savepoint_undone, connection, transaction))
         if connection.vendor == "mysql":
@@ -254,13 +255,14 @@ class TiedDatabases:
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Remove the lease from this context, if nothing needs it here.
 
-        In a task, transactions that are still open belong to threads, which have their own contexts.
+        In a task, transactions that are still open belong to threads, which have their own contexts, except for those
+        of a function that has called the task.
         """
         ownership = self.ownership
         is_released = self in leases_of_context.get() and ownership.releases(handle)
-        if self.tie.open and runtime is BLOCKING:
+        if self.tie.open and (runtime is BLOCKING or ownership.open_here):
             if is_released:
-                ownership.depart(self.tie.open & _open_here())
+                ownership.depart()
         elif is_released:
             self._remove()
             if not ownership.is_over:  # Then this flow may be a function that was called by the owner.
@@ -268,14 +270,22 @@ class TiedDatabases:
         elif not self.tie.handles:
             self.forget()
 
-    def note_returned(self) -> None:
-        """Record that a function has returned to this flow; it may have released what this flow holds."""
+    def note_returned(self, before: object) -> None:
+        """Record that a function has returned to this flow; it may have released what this flow holds.
+
+        Args:
+            before: The last change of the lease that this flow knew when it called the function.
+        """
         ownership = self.ownership
-        if ownership.has_departed and not ownership.has_handle:
-            if ownership.releases(None):
+        if ownership.last_change is before:
+            return
+        if ownership.has_handle:
+            ownership.rejoined()
+        elif ownership.releases(None):
+            if not ownership.open_here:
                 self._remove()
-            elif self not in leases_of_context.get() and not is_called():
-                ownership.forget_departure()
+        elif self not in leases_of_context.get() and not is_called():
+            ownership.forget_change()
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
@@ -330,7 +340,7 @@ class TiedDatabases:
         others = tie.handles - {ref(handle)}
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
-        elif tie.open and tie.are_bound(others) and (tie.open & _open_here()) - self._around_block:
+        elif tie.open and tie.are_bound(others) and (tie.open & open_in_thread()) - self._around_block:
             self.held.abandon()
 
     @property
@@ -363,11 +373,6 @@ class TiedDatabases:
                 f"a write outside a transaction cannot be fenced by the lock {self.held.name!r}: open "
                 "transaction.atomic() inside the lock, or take it with fence=False if something else protects the data"
             )
-
-
-def _open_here() -> set[object]:
-    """Return the open transactions of this thread."""
-    return {tracker_for(connection).current for connection in initialized().values()}
 
 
 def current() -> list[TiedDatabases]:

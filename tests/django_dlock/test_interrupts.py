@@ -149,7 +149,7 @@ def test_interrupt_while_work_is_rolled_back_commits_none_of_it_and_releases_not
 def start_over(store: MemoryBackend) -> None:
     if hasattr(connections._connections, "default"):
         del connections["default"]
-    for each in (leases_of_context, ownership._kept, ownership._joined, ownership._released):
+    for each in (leases_of_context, ownership._kept, ownership._joined, ownership._changes):
         each.set(())
     store._states.clear()
 
