@@ -13,7 +13,7 @@ import itertools
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 from django_dlock.connections import open_in_thread
@@ -52,7 +52,7 @@ A function that has returned to this flow counts as the flow itself."""
 _numbers: Final = itertools.count(1)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # Not frozen: that would take four times as long to make.
 class _Change:
     """A release by a flow, or that it has joined the lease again; work that it has started since knows of it, too."""
 
@@ -64,14 +64,14 @@ class _Change:
     """The greater one is the later change."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Call:
     """A call by asgiref: of a function, in a thread, or of a coroutine, in a task of its own."""
 
     flow: object
     """A weak reference to the task; of a function, any object that no other call has."""
-    leases: frozenset[Ownership]
-    """The leases that the caller has: it has to know what becomes of them."""
+    leases: tuple[Any, ...]
+    """The leases (`TiedDatabases`) that the caller has: it has to know what becomes of them."""
 
 
 class Ownership:
@@ -195,14 +195,15 @@ class Ownership:
     @property
     def open_here(self) -> set[object]:
         """The open transactions of this flow, or of its caller, that work under the lease."""
-        if not self.tie.open:
+        under = self.tie.open
+        if not under:
             return set()
         own = {each for ownership, each in _inside.get() if ownership is self}
-        if (change := self.last_change) is not None:
+        if not under <= own and (change := self.last_change) is not None:
             own |= change.transactions
-        if not in_task():
+        if not under <= own and not in_task():
             own |= open_in_thread()
-        return self.tie.open & own
+        return under & own
 
     @property
     def has_handle(self) -> bool:
@@ -237,19 +238,19 @@ def flow_kept() -> Iterator[None]:
     Of what both know, the later change counts: asgiref copies the context of a caller before it calls
     `lease.arelease()`, and the other flow may have joined the lease again.
     """
-    own, call, here = _changes.get(), _call.get(), _known_here()
+    own, call, leases = _changes.get(), _call.get(), leases_of_context.get()
     yield
     _call.set(call)
     if own:
-        here |= _known_here()
+        here = _known_here().union(each.ownership for each in leases)
         both = sorted({*own, *_changes.get()}, key=lambda change: change.number)
         _changes.set(tuple({each.ownership: each for each in both if each.ownership in here}.values()))
 
 
 def _known_here() -> set[Ownership]:
-    """Return the leases of this context, and of the contexts to which it is handed back."""
+    """Return the leases of this context, and of that to which it is handed back."""
     call = _call.get()
-    return {each.ownership for each in leases_of_context.get()}.union(() if call is None else call.leases)
+    return {each.ownership for each in (*leases_of_context.get(), *(() if call is None else call.leases))}
 
 
 @contextmanager
@@ -268,7 +269,7 @@ def apart() -> Iterator[None]:
 
 def begin_call() -> None:
     """Record that asgiref has begun a call in this flow."""
-    _call.set(_Call(_current_flow() if in_task() else object(), frozenset(_known_here())))
+    _call.set(_Call(_current_flow() if in_task() else object(), leases_of_context.get()))
 
 
 def is_called() -> bool:
