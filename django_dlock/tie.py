@@ -7,7 +7,6 @@ is read.
 
 from __future__ import annotations
 
-import gc
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -25,6 +24,7 @@ from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
+from dlock_core.flow import is_collecting
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import (
@@ -50,18 +50,6 @@ __all__ = ["TiedDatabases", "current"]
 
 MAX_LEFT_LEASES: Final = 8
 """How many leases that were left a copy of a context keeps at most: each alone refuses what it would write."""
-
-
-_collecting: Final[set[int]] = set()
-"""The threads in which the collector of reference cycles is at work."""
-
-
-def _note_collection(phase: str, _: dict[str, int]) -> None:
-    """Follow the collector; see `gc.callbacks`."""
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_note_collection)
 
 
 class TiedDatabases:
@@ -326,10 +314,9 @@ class TiedDatabases:
     def note_collected(self) -> None:
         """Remove a lease that was not released from this context: work that begins later does not belong to it.
 
-        A collector of reference cycles runs in the context of any code that it interrupts, and in CPython 3.11 even
-        inside a change of that context, which must not be changed then. So such a lease stays until it runs out.
+        The collector of cycles may run in any context, so such a lease stays in those that have it until it runs out.
         """
-        if threading.get_ident() not in _collecting:
+        if not is_collecting():
             self.forget()
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:

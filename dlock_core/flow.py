@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-__all__ = ["FLOW_VARIABLES", "flow_variable"]
+__all__ = ["FLOW_VARIABLES", "flow_variable", "is_collecting"]
 
 T = TypeVar("T")
 
@@ -18,3 +20,24 @@ def flow_variable(name: str, default: T) -> ContextVar[T]:
     variable = ContextVar(name, default=default)
     FLOW_VARIABLES.append(variable)
     return variable
+
+
+_collecting: Final[set[int]] = set()
+"""The threads in which the collector of reference cycles is at work."""
+
+
+def _note_collection(phase: str, _: dict[str, int]) -> None:
+    """Follow the collector; see `gc.callbacks`."""
+    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
+
+
+gc.callbacks.append(_note_collection)
+
+
+def is_collecting() -> bool:
+    """Return whether the collector of reference cycles is at work in this thread.
+
+    A finalizer that it calls must not set a context variable: CPython 3.11 may collect inside a change of the same
+    context, and crashes then.
+    """
+    return threading.get_ident() in _collecting
