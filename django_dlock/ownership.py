@@ -70,6 +70,8 @@ class _Call:
 
     flow: object
     """A weak reference to the task; of a function, any object that no other call has."""
+    thread: int
+    """Its number: other threads that are started in the call have the call in their contexts, too."""
     leases: tuple[Any, ...]
     """The leases (`TiedDatabases`) that the caller has: it has to know what becomes of them."""
 
@@ -149,7 +151,7 @@ class Ownership:
             return False
         if self._owner != _current_flow():
             is_own = own is not None and (own == self._first or own in self._joined_here())
-            return is_own and not self.is_over and is_called()
+            return is_own and is_called() and (not self.is_over or self.has_rejoined)
         self.is_over = True
         return True
 
@@ -218,6 +220,12 @@ class Ownership:
         return change is not None and change.is_release
 
     @property
+    def has_rejoined(self) -> bool:
+        """Whether this flow has released the lease, and has joined it again since."""
+        change = self.last_change
+        return change is not None and not change.is_release
+
+    @property
     def is_apart(self) -> bool:
         """Whether this flow has released its handles, and only blocks and transactions of others need the lease."""
         change = self.last_change
@@ -269,13 +277,16 @@ def apart() -> Iterator[None]:
 
 def begin_call() -> None:
     """Record that asgiref has begun a call in this flow."""
-    _call.set(_Call(_current_flow() if in_task() else object(), leases_of_context.get()))
+    flow = _current_flow() if in_task() else object()
+    _call.set(_Call(flow, threading.get_ident(), leases_of_context.get()))
 
 
 def is_called() -> bool:
-    """Return whether this flow may be a call, which hands its context back to its caller: asgiref's, or a thread's."""
+    """Return whether this flow is a call by asgiref, which hands its context back to its caller."""
     call = _call.get()
-    return not in_task() or (call is not None and call.flow == _current_flow())
+    if call is None or call.thread != threading.get_ident():
+        return False
+    return not in_task() or call.flow == _current_flow()
 
 
 def _current_flow() -> object:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Final
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final
 
 from asgiref import sync
 
@@ -27,22 +28,44 @@ __all__ = ["keep_from_callers"]
 _STEP: Final = "_restore_context"
 """The function of asgiref that sets the variables of a context in the one that runs now; it has no public name."""
 
-_BEGINNINGS: Final = frozenset({"main_wrap", "run_child"})
-"""The functions of asgiref that take the step to give a coroutine, or a function, its caller's context."""
+_CALL: Final = "thread_handler"
+"""The method of asgiref that calls a function in a thread; its last argument is the function."""
+
+_TO_COROUTINE: Final = "main_wrap"
+"""The function of asgiref that takes the step to give a coroutine its caller's context: nothing has returned then."""
+
+_TO_FUNCTION: Final = "run_child"
+"""The function that takes it in a context that a function has already, as asgiref does since 3.12.1."""
 
 
 def keep_from_callers() -> None:
     """Wrap asgiref's step from now on; a repeated call changes nothing."""
-    hand_back = getattr(sync, _STEP, None)
-    if hand_back is None:
+    hand_back, call = getattr(sync, _STEP, None), getattr(sync.SyncToAsync, _CALL, None)
+    if hand_back is None or call is None:
+        missing = _STEP if hand_back is None else _CALL
         warnings.warn(
-            f"this asgiref has no {_STEP}(): a task that stops waiting for a function may get the locks that it holds. "
-            "Install an older asgiref, and report its version to dlock",
+            f"this asgiref has no {missing}(): a task that stops waiting for a function may get the locks that it "
+            "holds. Install an older asgiref, and report its version to dlock",
             RuntimeWarning,
             stacklevel=2,
         )
     elif not isinstance(hand_back, _HandBack):
+        setattr(sync.SyncToAsync, _CALL, _beginning_a_call(call))
         setattr(sync, _STEP, _HandBack(hand_back))
+
+
+def _beginning_a_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def calling(*args: Any) -> Any:
+        *others, function = args
+        return call(*others, partial(_call_beginning, function))
+
+    return calling
+
+
+def _call_beginning(function: Callable[[], Any]) -> Any:
+    begin_call()
+    return function()
 
 
 class _HandBack:
@@ -52,7 +75,10 @@ class _HandBack:
         self._hand_back = hand_back
 
     def __call__(self, context: Context) -> None:
-        if sys._getframe(1).f_code.co_name in _BEGINNINGS:  # noqa: SLF001 - documented by CPython
+        caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - documented by CPython
+        if caller == _TO_FUNCTION:
+            self._hand_back(context)
+        elif caller == _TO_COROUTINE:
             with flow_kept():
                 self._hand_back(context)
             begin_call()

@@ -283,7 +283,9 @@ class TiedDatabases:
         if ownership.has_handle:
             ownership.rejoined()
         elif ownership.releases(None):
-            if not ownership.open_here:
+            if ownership.open_here:
+                ownership.depart()
+            else:
                 self._remove()
         elif self not in leases_of_context.get() and not is_called():
             ownership.forget_change()

@@ -292,13 +292,13 @@ def test_every_context_variable_of_dlock_belongs_to_a_flow():
     assert made == []
 
 
-def test_step_of_asgiref_is_wrapped_once_and_missed_with_a_warning(monkeypatch):
-    wrapped = sync._restore_context
-    assert type(wrapped).__module__ == keep_from_callers.__module__
+@pytest.mark.parametrize(("place", "name"), [(sync, "_restore_context"), (sync.SyncToAsync, "thread_handler")])
+def test_steps_of_asgiref_are_wrapped_once_and_missed_with_a_warning(monkeypatch, place, name):
+    wrapped = getattr(place, name)
     keep_from_callers()
-    assert sync._restore_context is wrapped
+    assert getattr(place, name) is wrapped
     with monkeypatch.context() as without:
-        without.delattr(sync, "_restore_context")
+        without.delattr(place, name)
         with pytest.warns(RuntimeWarning, match="Install an older asgiref"):
             keep_from_callers()
 

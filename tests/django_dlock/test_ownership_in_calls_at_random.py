@@ -1,0 +1,169 @@
+"""Random programs of functions and coroutines that call each other: who may write afterwards, and who is refused."""
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import random
+import threading
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db.transaction import atomic
+
+from django_dlock.errors import LeaseLost
+from django_dlock.tie import current
+from tests.django_dlock.thread_work import add, in_database, in_thread, order
+from tests.leases import is_held
+from tests.waiting import WITHIN
+
+pytestmark = pytest.mark.usefixtures("_connections_of_the_worker")
+
+PROGRAMS = 40
+MAX_STEPS = 4
+"""Of one function or coroutine."""
+MAX_DEPTH = 3
+"""How deeply functions and coroutines call each other."""
+
+numbers = itertools.count()
+
+
+class Work:
+    """A thread with a copy of the context in which it was started, which writes when it may go on."""
+
+    def __init__(self, database, *, is_under):
+        self.is_under = is_under
+        self.go_on, self.error = threading.Event(), None
+        run = contextvars.copy_context().run
+        self.thread = threading.Thread(target=run, args=(in_thread, self.work, (database,)))
+        self.thread.start()
+
+    def work(self, database):
+        self.go_on.wait(WITHIN)
+        try:
+            add(database, f"{next(numbers)}")
+        except LeaseLost as error:
+            self.error = error
+
+
+async def shielded(lease):
+    await asyncio.shield(lease.arelease())
+
+
+async def plainly(lease):
+    await lease.arelease()
+
+
+class Program:
+    """One flow of control, in which functions and coroutines acquire, join, start work and release in any order."""
+
+    def __init__(self, database, store, chance):
+        self.database, self.store, self.chance = database, store, chance
+        self.handles, self.released, self.works, self.was_held = [], [], [], False
+
+    def steps(self):
+        kinds = ["acquire", "release", "release", "again", "work", "write", "call", "call"]
+        return self.chance.choices(kinds, k=self.chance.randint(1, MAX_STEPS))
+
+    def pop(self):
+        self.released.append(self.handles.pop(self.chance.randrange(len(self.handles))))
+        return self.released[-1]
+
+    def function(self, depth=0):
+        for kind in self.steps():
+            if kind == "acquire":
+                self.function_acquires()
+            elif kind == "release" and self.handles:
+                self.function_releases(self.pop())
+            elif kind == "again" and self.released:
+                self.function_releases(self.chance.choice(self.released))
+            elif kind == "work":
+                self.starts_work()
+            elif kind == "write":
+                self.writes()
+            elif kind == "call" and depth < MAX_DEPTH:
+                async_to_sync(self.coroutine)(depth + 1)
+
+    async def coroutine(self, depth=0):
+        for kind in self.steps():
+            if kind == "acquire":
+                await self.coroutine_acquires()
+            elif kind == "release" and self.handles:
+                await self.coroutine_releases(self.pop())
+            elif kind == "again" and self.released:
+                await self.coroutine_releases(self.chance.choice(self.released))
+            elif kind == "work":
+                self.starts_work()
+            elif kind == "write":
+                await sync_to_async(self.writes)()
+            elif kind == "call" and depth < MAX_DEPTH:
+                await sync_to_async(self.function)(depth + 1)
+
+    def function_acquires(self):
+        wanted = order(self.database, reentrant=True, wait=0)
+        self.handles.append(wanted.acquire() if self.chance.random() < 0.5 else async_to_sync(wanted.aacquire)())
+        self.was_held = True
+
+    async def coroutine_acquires(self):
+        wanted = order(self.database, reentrant=True, wait=0)
+        acquired = wanted.aacquire if self.chance.random() < 0.5 else sync_to_async(wanted.acquire)
+        self.handles.append(await acquired())
+        self.was_held = True
+
+    def function_releases(self, lease):
+        way = self.chance.choice([lease.release, async_to_sync(lease.arelease), None])
+        way() if way is not None else async_to_sync(self.chance.choice([plainly, shielded]))(lease)
+
+    async def coroutine_releases(self, lease):
+        ways = [plainly, shielded, lambda each: asyncio.create_task(each.arelease())]
+        ways += [lambda each: sync_to_async(each.release)(), lambda each: sync_to_async(async_to_sync(each.arelease))()]
+        await self.chance.choice(ways)(lease)
+
+    def starts_work(self):
+        self.works.append(Work(self.database, is_under=bool(self.handles)))
+
+    def writes(self):
+        token = add(self.database, f"{next(numbers)}")
+        assert not self.handles or token == self.handles[-1].token
+
+    def end(self):
+        """Let the work go on, and return whether exactly that was refused which was started under a lease."""
+        for each in self.works:
+            each.go_on.set()
+            each.thread.join(WITHIN)
+        return [each.error is not None for each in self.works] == [each.is_under for each in self.works]
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+async def test_work_is_refused_if_it_was_started_under_a_lease_of_any_coroutine(database, store, seed):
+    async def whole():
+        await program.coroutine()
+        while program.handles:
+            await program.coroutine_releases(program.pop())
+        assert current() == []
+        assert not is_held(store)
+        await sync_to_async(program.writes)()
+
+    program = Program(database, store, random.Random(seed))
+    await asyncio.create_task(whole())
+    assert await asyncio.to_thread(program.end)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.parametrize("has_transaction", [False, True])
+async def test_work_is_refused_if_it_was_started_under_a_lease_of_any_function(database, store, seed, has_transaction):
+    def whole():
+        with atomic(database) if has_transaction else contextlib.nullcontext():
+            program.function()
+            while program.handles:
+                program.function_releases(program.pop())
+            assert is_held(store) == (has_transaction and program.was_held)
+        assert not is_held(store)
+        assert current() == []
+        program.writes()
+
+    program = Program(database, store, random.Random(seed))
+    await in_database(whole)
+    assert await asyncio.to_thread(program.end)
