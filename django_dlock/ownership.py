@@ -109,7 +109,7 @@ class Ownership:
 
     def rejoined(self) -> None:
         """Record that this flow has a handle again: if it is the owner, it has not released the lease."""
-        if self._owner == _current_flow():
+        if self.is_of_this_flow:
             self.is_over = False
 
     def began(self, transaction: object) -> None:
@@ -123,13 +123,18 @@ class Ownership:
         if kept is not None and not self.tie.is_bound:
             _kept.set((*[each for each in kept if each[0].tie.held.ended is None], (self, handle)))
 
+    @property
+    def is_of_this_flow(self) -> bool:
+        """Whether this flow is the owner."""
+        return self._owner == _current_flow()
+
     def handed_back(self) -> None:
         """Record that a function has returned to this flow, together with the lease that it has acquired."""
         self._owner = _current_flow()
 
     def asks(self, handle: TiedLease) -> None:
         """Record that this flow asks for the release of a handle."""
-        if self._owner == _current_flow() or is_called():
+        if self.is_of_this_flow or is_called():
             self._asked = self._asked & self.tie.handles | {ref(handle)}
             if self.releases(handle):
                 self.depart()
@@ -149,7 +154,7 @@ class Ownership:
         others = handles - {own} - self._asked if handles else handles
         if others and not others.isdisjoint(self._joined_here()):
             return False
-        if self._owner != _current_flow():
+        if not self.is_of_this_flow:
             is_own = own is not None and (own == self._first or own in self._joined_here())
             return is_own and is_called() and (not self.is_over or self.has_rejoined)
         self.is_over = True
@@ -267,12 +272,13 @@ def apart() -> Iterator[None]:
 
     Handles that code inside drops are kept, so that `release_forgotten` can be called at the end.
     """
-    token, kept = leases_of_context.set(()), _kept.set(())
+    hidden: dict[ContextVar[Any], object] = {leases_of_context: (), _call: None, _changes: (), _inside: (), _joined: ()}
+    tokens = [(each, each.set(value)) for each, value in (hidden | {_kept: ()}).items()]
     try:
         yield
     finally:
-        leases_of_context.reset(token)
-        _kept.reset(kept)
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 def begin_call() -> None:

@@ -278,6 +278,8 @@ class TiedDatabases:
             before: The last change of the lease that this flow knew when it called the function.
         """
         ownership = self.ownership
+        if self.tie.state is TieState.TORN and ownership.is_of_this_flow:
+            self._remove()  # The collector could not; see `note_collected`.
         if ownership.last_change is before:
             return
         if ownership.has_handle:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import gc
 import itertools
 import subprocess
 import sys
@@ -11,9 +12,12 @@ import threading
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db.transaction import atomic
+from django.http import HttpResponse
+from django.test import RequestFactory
 
 from django_dlock import lock
 from django_dlock.errors import LeaseLost
+from django_dlock.middleware import LockMiddleware
 from django_dlock.tie import current
 from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order
 from tests.leases import is_held
@@ -238,6 +242,44 @@ def test_thread_that_was_started_after_a_block_goes_on_after_the_next_one_of_its
     go_on.set()
     thread.join(WITHIN)
     assert errors == []
+
+
+async def a_view(request):
+    async with lock("inner", 1):
+        return HttpResponse()
+
+
+async def test_owner_that_has_released_goes_on_after_a_request_that_it_makes_itself(database, store):
+    lease = await order(database).aacquire()
+    await sync_to_async(write)(database)
+    await asyncio.shield(lease.arelease())
+    await LockMiddleware(a_view)(RequestFactory().get("/"))
+    await sync_to_async(write)(database)
+
+
+@pytest.mark.parametrize("release", WAYS)
+def test_function_that_has_released_goes_on_after_a_request_that_it_makes_itself(database, store, release):
+    lease = order(database).acquire()
+    async_to_sync(release)(lease)
+    async_to_sync(LockMiddleware(a_view))(RequestFactory().get("/"))
+    write(database)
+
+
+async def test_task_whose_lease_was_collected_in_a_cycle_is_refused_once_at_most(database, store):
+    async def forget():
+        holder = [await order(database, ttl=1).aacquire()]
+        holder.append(holder)
+
+    async def whole():
+        await forget()
+        with pytest.warns(ResourceWarning, match="never released"):
+            gc.collect()
+        with contextlib.suppress(LeaseLost):
+            await sync_to_async(write)(database)
+        for is_sensitive in (True, False):
+            await sync_to_async(in_thread, thread_sensitive=is_sensitive)(write, (database,))
+
+    await asyncio.create_task(whole(), context=contextvars.Context())  # A request would keep the lease.
 
 
 LEASES_IN_CYCLES = """
