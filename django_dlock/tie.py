@@ -272,11 +272,7 @@ class TiedDatabases:
             self.forget()
 
     def note_returned(self, before: object) -> None:
-        """Record that a function has returned to this flow; it may have released what this flow holds.
-
-        Args:
-            before: The last change of the lease that this flow knew when it called the function.
-        """
+        """Record that a function has returned to this flow, which has known the change `before` when it called it."""
         ownership = self.ownership
         if self.tie.state is TieState.TORN and ownership.is_of_this_flow:
             self._remove()  # The collector could not; see `note_collected`.
