@@ -152,6 +152,10 @@ class TiedDatabases:
             self._begin(connection, transaction)
         elif self in transaction.passed:
             return
+        self._admit(tracker, transaction)
+
+    def _admit(self, tracker: ConnectionTracker, transaction: Transaction) -> None:
+        connection = tracker.connection
         if self.gate.forms.get(connection.alias) == "transaction":
             if transaction in self._maybe_ended:
                 self._refuse_ended(connection)
@@ -160,6 +164,10 @@ class TiedDatabases:
             transaction.undo.append(partial(self._admit_before_next, transaction))
         self._maybe_ended.discard(transaction)
         transaction.passed.add(self)
+
+    def _confirm(self, connection: BaseDatabaseWrapper) -> None:
+        with tracker_for(connection).suspended:
+            self.gate.confirm(connection, connection.alias)
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         ends_lock = transaction is self._around
@@ -201,6 +209,11 @@ class TiedDatabases:
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
                 self._enter(tracker, transaction)
+            elif tie.state is TieState.RELEASING and self not in transaction.passed:
+                # Another flow releases the lease now. The fence puts this transaction before a newer holder's.
+                self._admit(tracker, transaction)
+                if self.gate.forms.get(connection.alias) == "lease":
+                    transaction.checks.append(partial(self._confirm, connection))
             is_tied = transaction in tie.open or connection.alias in self.gate.forms
             if is_tied and not is_data_statement(sql):
                 self._refuse_end(connection, transaction, sql)
@@ -241,8 +254,7 @@ class TiedDatabases:
             self._refuse_lost()
         form = self.gate.forms.get(connection.alias)
         if form == "lease":
-            with tracker_for(connection).suspended:
-                self.gate.confirm(connection, connection.alias)
+            self._confirm(connection)
         elif form and self not in transaction.passed:
             self._enter(tracker_for(connection), transaction)
         elif form and connection.vendor != "mysql":
@@ -252,6 +264,11 @@ class TiedDatabases:
         """Record that this flow asks for the release of a handle, which may be done by another task: by a shield's."""
         if self in leases_of_context.get():
             self.ownership.asks(handle)
+
+    def begin_end(self, handle: TiedLease) -> None:
+        """Refuse new work in copies of the owner's context already while the store is asked to release the lease."""
+        if self.ownership.is_of_this_flow and self in leases_of_context.get():
+            self.ownership.releases(handle)
 
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Remove the lease from this context, if nothing needs it here.

@@ -125,6 +125,9 @@ class TiedSession:
         if self.tie.open and (session := self._session()) is not None:
             settle_ended(session)
 
+    def begin_end(self, handle: TiedLease) -> None:
+        """Do nothing: one flow uses the session, and waits for the release."""
+
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Forget the session, if nothing needs the lease any more; in any thread or task."""
         del runtime, handle

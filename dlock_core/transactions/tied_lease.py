@@ -49,6 +49,9 @@ class Tied(Protocol):
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Record that the block of a handle is about to be left with an error."""
 
+    def begin_end(self, handle: TiedLease) -> None:
+        """Record that a handle is about to be detached, and the lease perhaps to be released."""
+
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
         """Record that a handle was detached, and forget the lease if nothing needs it."""
 
@@ -93,6 +96,7 @@ class TiedLease(LeaseView):
         try:
             if tie.open and tied.settle_ended is not None:
                 tied.settle_ended()
+            tied.begin_end(self)
             if tie.detach(self) and held.ended is None:
                 if runtime is BLOCKING and tie.runtime is not BLOCKING:
                     tie.runtime.finish(engine.release, held)
