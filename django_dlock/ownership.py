@@ -1,4 +1,4 @@
-"""Which flow a lease belongs to, a task or a call in a thread, and whether that flow has released it.
+"""Which flow a lease belongs to, and whether that flow has released it.
 
 Work that is started under a lease, in threads and tasks, gets a copy of its owner's context, and the lease with it. If
 it is still at work when the owner releases the lease, it must not begin another transaction, which nothing would fence;
@@ -8,14 +8,13 @@ the flow that releases it, or the release is recorded there, and every other con
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
+from django_dlock.calls import acts_for, current_flow
 from django_dlock.connections import open_in_thread
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import flow_variable
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Tie
     from dlock_core.transactions.tied_lease import TiedLease
 
-__all__ = ["Ownership", "apart", "begin_call", "flow_kept", "is_called"]
-
-_call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
-"""The call by asgiref in which this flow runs."""
+__all__ = ["Ownership", "apart", "changes_kept"]
 
 _inside: Final[ContextVar[tuple[tuple[Ownership, object], ...]]] = flow_variable("dlock_inside", ())
 """The transactions under a lease that this flow has begun, its caller, or a function that has returned to it."""
@@ -64,18 +60,6 @@ class _Change:
     """The greater one is the later change."""
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A call by asgiref: of a function, in a thread, or of a coroutine, in a task of its own."""
-
-    flow: object
-    """A weak reference to the task; of a function, any object that no other call has."""
-    thread: int
-    """Its number: other threads that are started in the call have the call in their contexts, too."""
-    leases: tuple[Any, ...]
-    """The leases (`TiedDatabases`) that the caller has: it has to know what becomes of them."""
-
-
 class Ownership:
     """The handles of a lease, as far as it matters who has them, and whether the lease's owner has released its own.
 
@@ -84,7 +68,7 @@ class Ownership:
 
     def __init__(self, tie: Tie) -> None:
         self.tie = tie
-        self._owner = _current_flow()
+        self._owner = current_flow()
         self._first: ref[TiedLease] | None = None
         """The handle that was returned by the acquire."""
         self._asked: frozenset[ref[TiedLease]] = frozenset()
@@ -125,40 +109,30 @@ class Ownership:
 
     @property
     def is_of_this_flow(self) -> bool:
-        """Whether this flow is the owner."""
-        return self._owner == _current_flow()
+        """Whether this flow is the owner, or the owner has called it and waits for it."""
+        return acts_for(self._owner)
 
     def handed_back(self) -> None:
         """Record that a function has returned to this flow, together with the lease that it has acquired."""
-        self._owner = _current_flow()
+        self._owner = current_flow()
 
     def asks(self, handle: TiedLease) -> None:
         """Record that this flow asks for the release of a handle."""
-        if self.is_of_this_flow or is_called():
+        if self.is_of_this_flow:
             self._asked = self._asked & self.tie.handles | {ref(handle)}
             if self.releases(handle):
                 self.depart()
 
-    def releases(self, handle: TiedLease | None) -> bool:
-        """Return whether this flow needs the lease no more, apart from this handle; record it if this is the owner.
-
-        A function that asgiref has called cannot tell whether its caller is the owner: that is known, and recorded,
-        when it returns.
-
-        Args:
-            handle: What this flow releases; None if a function has done so that has returned to it.
-        """
-        handles, own = self.tie.handles, None if handle is None else ref(handle)
+    def releases(self, handle: TiedLease) -> bool:
+        """Return whether the owner needs the lease no more, apart from this handle, which this flow releases for it."""
+        handles, own = self.tie.handles, ref(handle)
         if self._first in handles and self._first != own and self._first not in self._asked:
             return False
         others = handles - {own} - self._asked if handles else handles
         if others and not others.isdisjoint(self._joined_here()):
             return False
-        if not self.is_of_this_flow:
-            is_own = own is not None and (own == self._first or own in self._joined_here())
-            return is_own and is_called() and (not self.is_over or self.has_rejoined)
-        self.is_over = True
-        return True
+        self.is_over = self.is_over or self.is_of_this_flow
+        return self.is_of_this_flow
 
     def _joined_here(self) -> set[ref[TiedLease]]:
         return {known for each, known in _joined.get() if each is self}
@@ -178,24 +152,19 @@ class Ownership:
     def _record(self, change: _Change) -> None:
         others = [each for each in _changes.get() if each.ownership is not self]
         if others:
-            here = _known_here()
+            here = _here()
             others = [each for each in others if each.ownership in here]
         _changes.set((*others, change))
 
-    def forget_change(self) -> None:
-        """Forget that this flow has released the lease."""
-        if changes := _changes.get():
-            _changes.set(tuple(each for each in changes if each.ownership is not self))
-
     def removed(self) -> None:
         """Forget the handles of a lease that was removed from this context."""
-        if self.is_over:  # Otherwise this is a function, and its caller is to know.
-            self.forget_change()
+        if changes := _changes.get():
+            _changes.set(tuple(each for each in changes if each.ownership is not self))
         if kept := _kept.get():
             _kept.set(tuple(each for each in kept if each[0] is not self and each[0].tie.held.ended is None))
 
     @property
-    def last_change(self) -> _Change | None:
+    def _last_change(self) -> _Change | None:
         """What this flow has done last with the lease, if it has released it."""
         return next((each for each in _changes.get() if each.ownership is self), None)
 
@@ -206,7 +175,7 @@ class Ownership:
         if not under:
             return set()
         own = {each for ownership, each in _inside.get() if ownership is self}
-        if not under <= own and (change := self.last_change) is not None:
+        if not under <= own and (change := self._last_change) is not None:
             own |= change.transactions
         if not under <= own and not in_task():
             own |= open_in_thread()
@@ -221,19 +190,13 @@ class Ownership:
     @property
     def has_departed(self) -> bool:
         """Whether this flow has released the lease, which is still in its context, and has not joined it again."""
-        change = self.last_change
+        change = self._last_change
         return change is not None and change.is_release
-
-    @property
-    def has_rejoined(self) -> bool:
-        """Whether this flow has released the lease, and has joined it again since."""
-        change = self.last_change
-        return change is not None and not change.is_release
 
     @property
     def is_apart(self) -> bool:
         """Whether this flow has released its handles, and only blocks and transactions of others need the lease."""
-        change = self.last_change
+        change = self._last_change
         if change is None or not change.is_release or self.has_handle:
             return False
         return change.transactions.isdisjoint(self.tie.open)
@@ -245,25 +208,22 @@ class Ownership:
 
 
 @contextmanager
-def flow_kept() -> Iterator[None]:
-    """Keep what this flow has released, and its call, although the block sets the context to that of another flow.
+def changes_kept() -> Iterator[None]:
+    """Keep what this flow has released, although the block sets the context to that of another flow.
 
     Of what both know, the later change counts: asgiref copies the context of a caller before it calls
     `lease.arelease()`, and the other flow may have joined the lease again.
     """
-    own, call, leases = _changes.get(), _call.get(), leases_of_context.get()
+    own = _changes.get()
     yield
-    _call.set(call)
     if own:
-        here = _known_here().union(each.ownership for each in leases)
+        here = _here()
         both = sorted({*own, *_changes.get()}, key=lambda change: change.number)
         _changes.set(tuple({each.ownership: each for each in both if each.ownership in here}.values()))
 
 
-def _known_here() -> set[Ownership]:
-    """Return the leases of this context, and of that to which it is handed back."""
-    call = _call.get()
-    return {each.ownership for each in (*leases_of_context.get(), *(() if call is None else call.leases))}
+def _here() -> set[Ownership]:
+    return {each.ownership for each in leases_of_context.get()}
 
 
 @contextmanager
@@ -272,36 +232,10 @@ def apart() -> Iterator[None]:
 
     Handles that code inside drops are kept, so that `release_forgotten` can be called at the end.
     """
-    hidden: dict[ContextVar[Any], object] = {leases_of_context: (), _call: None, _changes: (), _inside: (), _joined: ()}
+    hidden: dict[ContextVar[Any], object] = {leases_of_context: (), _changes: (), _inside: (), _joined: ()}
     tokens = [(each, each.set(value)) for each, value in (hidden | {_kept: ()}).items()]
     try:
         yield
     finally:
         for variable, token in tokens:
             variable.reset(token)
-
-
-def begin_call() -> None:
-    """Record that asgiref has begun a call in this flow."""
-    flow = _current_flow() if in_task() else object()
-    _call.set(_Call(flow, threading.get_ident(), leases_of_context.get()))
-
-
-def is_called() -> bool:
-    """Return whether this flow is a call by asgiref, which hands its context back to its caller."""
-    call = _call.get()
-    if call is None or call.thread != threading.get_ident():
-        return False
-    return not in_task() or call.flow == _current_flow()
-
-
-def _current_flow() -> object:
-    """Return the only weak reference to the task that runs now; in a thread, its number and the call in it.
-
-    A thread that waits in `async_to_sync` runs functions for other tasks meanwhile.
-    """
-    task = asyncio.current_task() if in_task() else None
-    if task is not None:
-        return ref(task)
-    call = _call.get()
-    return threading.get_ident(), None if call is None else call.flow

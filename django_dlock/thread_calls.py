@@ -3,7 +3,8 @@
 A time limit, a cancellation or a client that goes away ends the wait of a task for `sync_to_async`, but not the
 function in the thread. All the same, asgiref hands the context of that function back to the task, with the leases that
 it holds: the task would write under a lock that it has not taken, join it, and release it with its request. Only at
-that moment can one know that the function is still at work, so asgiref's step is wrapped here.
+that moment can one know that the function is still at work, so asgiref's step is wrapped here. So are its calls, which
+have to know the flows that wait for them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asgiref import sync
 
-from django_dlock.ownership import begin_call, flow_kept
+from django_dlock.calls import begin_call, call_kept, calling
+from django_dlock.ownership import changes_kept
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import FLOW_VARIABLES
 
@@ -39,7 +41,7 @@ _TO_FUNCTION: Final = "run_child"
 
 
 def keep_from_callers() -> None:
-    """Wrap asgiref's step from now on; a repeated call changes nothing."""
+    """Wrap asgiref's step and calls from now on; a repeated call changes nothing."""
     hand_back, call = getattr(sync, _STEP, None), getattr(sync.SyncToAsync, _CALL, None)
     if hand_back is None or call is None:
         missing = _STEP if hand_back is None else _CALL
@@ -50,20 +52,40 @@ def keep_from_callers() -> None:
             stacklevel=2,
         )
     elif not isinstance(hand_back, _HandBack):
-        setattr(sync.SyncToAsync, _CALL, _beginning_a_call(call))
         setattr(sync, _STEP, _HandBack(hand_back))
+        setattr(sync.SyncToAsync, _CALL, _beginning_a_call(call))
+        sync.SyncToAsync.__call__ = _calling_function(sync.SyncToAsync.__call__)  # type: ignore[method-assign]
+        sync.AsyncToSync.__call__ = _calling_coroutine(sync.AsyncToSync.__call__)  # type: ignore[method-assign]
+
+
+def _calling_function(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    async def wrapped(*args: Any, **named: Any) -> Any:
+        with calling():
+            return await call(*args, **named)
+
+    return wrapped
+
+
+def _calling_coroutine(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def wrapped(*args: Any, **named: Any) -> Any:
+        with calling():
+            return call(*args, **named)
+
+    return wrapped
 
 
 def _beginning_a_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    def calling(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         *others, function = args
-        return call(*others, partial(_call_beginning, function))
+        return call(*others, partial(_begin, function))
 
-    return calling
+    return wrapped
 
 
-def _call_beginning(function: Callable[[], Any]) -> Any:
+def _begin(function: Callable[[], Any]) -> Any:
     begin_call()
     return function()
 
@@ -79,7 +101,7 @@ class _HandBack:
         if caller == _TO_FUNCTION:
             self._hand_back(context)
         elif caller == _TO_COROUTINE:
-            with flow_kept():
+            with changes_kept():
                 self._hand_back(context)
             begin_call()
         elif sys.exc_info()[0] is None or not _is_entered(context):  # With no exception on its way, it has returned.
@@ -88,11 +110,11 @@ class _HandBack:
             self._hand_back_of_running(context)
 
     def _hand_back_of_returned(self, context: Context) -> None:
-        before = {each: each.ownership.last_change for each in leases_of_context.get()}
-        with flow_kept():
+        before = leases_of_context.get()
+        with call_kept(), changes_kept():
             self._hand_back(context)
-        for each, change in before.items():
-            each.note_returned(change)
+        for each in before:
+            each.note_returned()
         for each in leases_of_context.get():
             if each not in before:
                 each.ownership.handed_back()

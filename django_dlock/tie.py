@@ -19,7 +19,7 @@ from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_in_thread, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, as_database_error
-from django_dlock.ownership import Ownership, is_called
+from django_dlock.ownership import Ownership
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
@@ -267,7 +267,7 @@ class TiedDatabases:
 
     def begin_end(self, handle: TiedLease) -> None:
         """Refuse new work in copies of the owner's context already while the store is asked to release the lease."""
-        if self.ownership.is_of_this_flow and self in leases_of_context.get():
+        if self in leases_of_context.get():
             self.ownership.releases(handle)
 
     def note_detached(self, runtime: Runtime, handle: TiedLease) -> None:
@@ -283,27 +283,13 @@ class TiedDatabases:
                 ownership.depart()
         elif is_released:
             self._remove()
-            if not ownership.is_over:  # Then this flow may be a function that was called by the owner.
-                ownership.depart()
         elif not self.tie.handles:
             self.forget()
 
-    def note_returned(self, before: object) -> None:
-        """Record that a function has returned to this flow, which has known the change `before` when it called it."""
-        ownership = self.ownership
-        if self.tie.state is TieState.TORN and ownership.is_of_this_flow:
+    def note_returned(self) -> None:
+        """Record that a function has returned to this flow."""
+        if self.tie.state is TieState.TORN and self.ownership.is_of_this_flow:
             self._remove()  # The collector could not; see `note_collected`.
-        if ownership.last_change is before:
-            return
-        if ownership.has_handle:
-            ownership.rejoined()
-        elif ownership.releases(None):
-            if ownership.open_here:
-                ownership.depart()
-            else:
-                self._remove()
-        elif self not in leases_of_context.get() and not is_called():
-            ownership.forget_change()
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
@@ -361,7 +347,7 @@ class TiedDatabases:
         tie = self.tie
         others = tie.handles - {ref(handle)}
         if runtime is not BLOCKING:
-            self.is_aborted = self.is_aborted or not others
+            self.is_aborted = self.is_aborted or not (others or self.ownership.open_here)
         elif tie.open and tie.are_bound(others) and (tie.open & open_in_thread()) - self._around_block:
             self.held.abandon()
 

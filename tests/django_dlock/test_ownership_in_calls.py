@@ -369,10 +369,112 @@ async def test_work_that_begins_while_the_store_is_asked_to_release_never_commit
         slow.go_on.set()
         slow.go_on = threading.Event()
         await asyncio.wait([task, asyncio.create_task(slow.wait_until_reached())], return_when=asyncio.FIRST_COMPLETED)
+        slow.reached.set()  # It was refused before, perhaps.
         await in_database(raise_token, database)
         await slow.finish()
         await asyncio.wait([task])
         assert isinstance(slow.error, LeaseLost | StaleToken)
+
+
+def goes_on(slow, lease):
+    """Release, and work on while the other work of the lease's owner would begin a transaction."""
+    lease.release()
+    slow.go_on.set()
+    slow.over.wait(WITHIN)
+
+
+async def coroutine_goes_on(slow, lease):
+    await lease.arelease()
+    await slow.finish()
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        sync_to_async(goes_on),
+        sync_to_async(async_to_sync(coroutine_goes_on)),
+    ],
+    ids=["function", "coroutine"],
+)
+async def test_work_is_refused_as_soon_as_a_called_function_has_released_the_lease(database, store, release):
+    slow = Slow(database, "before")
+    lease = await order(database).aacquire()
+    task = asyncio.create_task(sync_to_async(slow, thread_sensitive=False)())
+    await slow.wait_until_reached()
+    await release(slow, lease)
+    with pytest.raises(LeaseLost):
+        await task
+    await sync_to_async(write)(database)
+
+
+async def test_work_is_refused_as_soon_as_a_coroutine_has_released_the_lease_of_the_function_that_calls_it(
+    database, store
+):
+    slow = Slow(database, "before")
+
+    def work():
+        lease = order(database).acquire()
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(suppressed, slow))
+        thread.start()
+        slow.reached.wait(WITHIN)
+        async_to_sync(coroutine_goes_on)(slow, lease)
+        thread.join(WITHIN)
+        write(database)
+
+    await asyncio.to_thread(in_thread, work, ())
+    assert isinstance(slow.error, LeaseLost)
+
+
+def suppressed(slow):
+    with contextlib.suppress(LeaseLost):
+        slow()
+
+
+async def test_work_is_refused_after_a_function_for_which_its_caller_has_stopped_waiting_has_released(database, store):
+    slow, go_on, loop = Slow(database, "before"), threading.Event(), asyncio.get_running_loop()
+
+    def late(lease):
+        loop.call_soon_threadsafe(limit.reschedule, loop.time())
+        go_on.wait(WITHIN)
+        lease.release()
+
+    lease = await order(database).aacquire()
+    task = asyncio.create_task(sync_to_async(slow, thread_sensitive=False)())
+    await slow.wait_until_reached()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            await sync_to_async(late)(lease)
+    go_on.set()
+    await auntil(lambda: not is_held(store))
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await task
+    await lease.arelease()
+    await sync_to_async(write)(database)
+
+
+def test_function_goes_on_after_a_callback_of_its_event_loop_has_released_its_lease(database, store):
+    async def main():
+        asyncio.get_running_loop().call_soon(lease.release)
+        await asyncio.sleep(0)
+
+    lease = order(database).acquire()
+    asyncio.run(main())
+    assert not is_held(store)
+    write(database)
+
+
+def test_transaction_writes_elsewhere_after_a_block_of_its_coroutine_has_failed(use_database, store):
+    async def reserve():
+        async with order("default"):
+            raise ValueError("sold out")
+
+    use_database("default"), use_database("other")
+    with atomic("default"):
+        with pytest.raises(ValueError, match="sold out"):
+            async_to_sync(reserve)()
+        write("other")
+    assert not is_held(store)
 
 
 LEASES_IN_CYCLES = """

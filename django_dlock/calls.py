@@ -1,0 +1,93 @@
+"""Which flow runs now, a task or a call in a thread, and which flows wait for it.
+
+asgiref calls functions in threads for tasks, and coroutines in tasks of their own for functions. What such a call does
+counts as done by the flows that wait for it: it has their context, and hands it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from weakref import ref
+
+from dlock_core.flow import flow_variable
+from dlock_core.owner import in_task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextvars import ContextVar
+
+__all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow"]
+
+_calling: Final[ContextVar[tuple[object, ...]]] = flow_variable("dlock_calling", ())
+"""The flows that will wait for the call that is about to begin."""
+
+_call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
+"""The call in which this flow runs, or in which it was started."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call by asgiref: of a function, in a thread, or of a coroutine, in a task of its own."""
+
+    flow: object
+    """A weak reference to the task; of a function, any object that no other call has."""
+    thread: int
+    """Its number: threads that are started in the call have the call in their contexts, too."""
+    callers: tuple[object, ...]
+    """The flows that wait for it, the nearest first."""
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """Call a function or a coroutine through asgiref in the block."""
+    own = _call.get()
+    callers = own.callers if own is not None and _is_in(own) else ()
+    _calling.set((current_flow(), *callers))
+    try:
+        yield
+    finally:
+        _calling.set(())
+
+
+def begin_call() -> None:
+    """Record that asgiref has begun a call in this flow."""
+    flow = current_flow() if in_task() else object()
+    _call.set(_Call(flow, threading.get_ident(), _calling.get()))
+
+
+@contextmanager
+def call_kept() -> Iterator[None]:
+    """Keep the call in which this flow runs, although the block sets the context to that of another flow."""
+    own = _call.get()
+    yield
+    _call.set(own)
+
+
+def acts_for(flow: object) -> bool:
+    """Return whether this flow is that flow, or a call for which that flow waits."""
+    if flow == current_flow():
+        return True
+    call = _call.get()
+    return call is not None and flow in call.callers and _is_in(call)
+
+
+def current_flow() -> object:
+    """Return the only weak reference to the task that runs now; in a thread, its number and the call in it.
+
+    A thread that waits in `async_to_sync` runs functions for other tasks meanwhile. Callbacks of an event loop are
+    neither its tasks nor the function that runs it.
+    """
+    if not in_task():
+        call = _call.get()
+        return threading.get_ident(), None if call is None else call.flow
+    task = asyncio.current_task()
+    return (threading.get_ident(), "callback") if task is None else ref(task)
+
+
+def _is_in(call: _Call) -> bool:
+    """Return whether this flow is a call, and not one that was started in it."""
+    return call.thread == threading.get_ident() and (not in_task() or call.flow == current_flow())
