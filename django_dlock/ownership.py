@@ -204,7 +204,7 @@ class Ownership:
     @property
     def is_left(self) -> bool:
         """Whether this is a copy of the owner's context, and the owner has released the lease, as all others have."""
-        return self.is_over and not self.tie.handles and not self.has_departed
+        return self.is_over and not self.tie.handles and not (self.has_departed or self.is_of_this_flow)
 
 
 @contextmanager

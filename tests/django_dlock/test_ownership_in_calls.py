@@ -449,8 +449,13 @@ async def test_work_is_refused_after_a_function_for_which_its_caller_has_stopped
     await slow.finish()
     with pytest.raises(LeaseLost):
         await task
-    await lease.arelease()
     await sync_to_async(write)(database)
+
+
+def test_function_goes_on_after_it_has_released_its_lease_in_a_copy_of_its_context(database, store):
+    lease = order(database).acquire()
+    contextvars.copy_context().run(lease.release)
+    write(database)
 
 
 def test_function_goes_on_after_a_callback_of_its_event_loop_has_released_its_lease(database, store):
