@@ -232,19 +232,17 @@ class PreconditionMixin(_View):
         """
         serializer = getattr(getattr(response, "data", None), "serializer", None)
         instance = unwrapped(getattr(serializer, "instance", None))
-        is_new = response.status_code == 201
-        if isinstance(instance, Model) and (is_new or _is_unchanged(response.data)):  # With many=True it is a list.
+        if isinstance(instance, Model):  # With many=True it is a list.
             same = self._dlock_checked_as(instance)
-            if not same and not is_new:
+            if not same and response.status_code != 201:
                 return None, None
-            shown = [each for each in shown_by(serializer) if each.instance == instance]
+            shown = [each for each in shown_by(serializer) if each.instance is instance]
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
         if not self._dlock_checked:
             return None, None
         same, versions = self._dlock_checked_as(self._dlock_checked[-1].instance), self._dlock_shown_versions
-        written = [each.instance for each in same if each.was_written]
-        if written and self.request.method not in READ_METHODS:
-            instance = max(written, key=latest_version)
+        if self.request.method not in READ_METHODS:
+            instance = max((each.instance for each in same), key=latest_version)
             return instance, _version_now(instance, same)
         instance = min((each.instance for each in same), key=latest_version)
         shown = [] if versions is None else versions.of_row(instance)
@@ -286,12 +284,6 @@ class PreconditionMixin(_View):
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
-
-
-def _is_unchanged(data: Any) -> bool:
-    """Return whether a response shows exactly what its serializer has made, and nothing was added to that."""
-    made = getattr(data.serializer, "_data", data)
-    return bool(data == made)
 
 
 def _version_now(instance: Any, checked: Sequence[_Checked]) -> int | None:

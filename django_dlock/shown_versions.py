@@ -63,12 +63,6 @@ class Seen:
         return now is not None and now != self.version and not self.has_become(now)
 
     @property
-    def was_written(self) -> bool:
-        """Whether the instance has a newer version now, by its own writes, and none of them was rolled back."""
-        now = known_version(self.instance)
-        return now is not None and now != self.version and self.has_become(now)
-
-    @property
     def oldest_now(self) -> int | None:
         """The oldest version that data of the instance may have which were made since; None if that is not known."""
         now = known_version(self.instance)

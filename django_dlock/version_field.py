@@ -35,17 +35,10 @@ __all__ = [
     "last_undo",
     "latest_version",
     "read_version",
-    "was_written",
 ]
 
 _FIRST_OWN: Final = "_dlock_first_own"
 """Attribute of an instance that keeps the version before the first of its own writes, if no other write came after."""
-_OWN_WRITES: Final = "_dlock_own_writes"
-"""Attribute of an instance that keeps the versions before the first and after the last write of each of its series.
-
-A series is of its own writes only. It stays when the instance is read again, perhaps after others have changed it."""
-MAX_OWN_SERIES: Final = 8
-"""How many series an instance keeps."""
 _LAST_UNDO: Final = "_dlock_last_undo"
 """Attribute of an instance that is another object after each rollback of a write of it."""
 _UNDONE: Final = "_dlock_undone"
@@ -160,7 +153,7 @@ class VersionField(_BigIntegerField):
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:  # The instance may be a clone: whatever version it carries belongs to the original.
-            for name in (_FIRST_OWN, _OWN_WRITES, _UNDONE):
+            for name in (_FIRST_OWN, _UNDONE):
                 vars(model_instance).pop(name, None)
             number = vars(model_instance)[self.attname] = first_version()
             return number
@@ -213,16 +206,13 @@ class VersionField(_BigIntegerField):
     def count_up(self, instance: Any, using: str) -> None:
         """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
         values, name = vars(instance), self.attname
-        before = values[name]
-        former = {each: values.get(each, ABSENT) for each in (_FIRST_OWN, _OWN_WRITES)}
+        before, first = values[name], values.get(_FIRST_OWN, ABSENT)
         values[name] = before + 1
-        first = values.setdefault(_FIRST_OWN, before)
-        others = [each for each in values.get(_OWN_WRITES, ()) if each[0] != first]
-        values[_OWN_WRITES] = (*others[1 - MAX_OWN_SERIES :], (first, before + 1))
+        values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
         if PARTIAL not in values:
             values.pop(_UNDONE, None)
-        former |= {name: before, READ_VERSION: ABSENT, _UNDONE: True, _LAST_UNDO: object()}
+        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _UNDONE: True, _LAST_UNDO: object()}
         restore_on_rollback(instance, former, using=using)
 
 
@@ -240,14 +230,6 @@ def has_had(instance: Any, version: int) -> bool:
     """Return whether an instance has this version, or had it before writes that were all its own."""
     current = latest_version(instance)
     return isinstance(current, int) and vars(instance).get(_FIRST_OWN, current) <= version <= current
-
-
-def was_written(instance: Any, version: int) -> bool:
-    """Return whether an instance has itself written its row since it had this version, whatever was read later.
-
-    Then the row had this version, or only writes of the instance had come in between.
-    """
-    return any(first <= version < last for first, last in vars(instance).get(_OWN_WRITES, ()))
 
 
 def latest_version(instance: Any) -> Any:

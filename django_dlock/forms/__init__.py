@@ -6,7 +6,7 @@ submitted, nothing is saved: the form is invalid, and renders as a table of diff
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
@@ -29,7 +29,7 @@ from django_dlock.forms.differences import (
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, latest_version, was_written
+from django_dlock.version_field import has_had, latest_version
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -115,7 +115,7 @@ class VersionedModelForm(_ModelForm):
         if self._is_addition:
             self.fields.pop(VERSION, None)
         else:
-            self._version_read, self._key_read = read_version(self.instance), self.instance.pk
+            self._version_read = read_version(self.instance)
 
     # The version
 
@@ -220,34 +220,14 @@ class VersionedModelForm(_ModelForm):
             self._ask(snapshot, UNANSWERED, "unanswered")
 
     def _has_changed_meanwhile(self) -> bool:
-        """Return whether the instance was read again in place, also by `clean()`, after others had changed the row.
-
-        An instance that was given another key is another row.
-        """
-        return bool(self.instance.pk == self._key_read) and not has_had(self.instance, self._version_read)
-
-    def require_unchanged(self, action: str = "save") -> None:
-        """Raise StaleObject if the instance was read again after others had changed it, and was not written before."""
-        is_guarded = self.is_bound and not self._is_addition
-        if is_guarded and self._has_changed_meanwhile() and not was_written(self.instance, self._version_read):
-            self._raise_stale(latest_version(self.instance), action)
-
-    def require_own_delete(self) -> None:
-        """Raise StaleObject if the instance was deleted in another version than the form knows."""
-        is_deleted = self.instance.pk is None and not self.instance._state.adding
-        if is_deleted and not self._is_addition and not was_written(self.instance, self._version_read):
-            self.instance.pk = self._key_read
-            self._raise_stale(latest_version(self.instance) - 1, "delete")  # A delete counts the version up.
-
-    def _raise_stale(self, found: int, action: str) -> NoReturn:
-        raise emit_conflict(StaleObject(self.instance, expected=self._version_read, found=found, action=action))
+        """Return whether the instance was read again in place, also by `clean()`, after others had changed the row."""
+        return not has_had(self.instance, self._version_read)
 
     def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
-        """Save as Django does; raises StaleObject if the instance was read again since, after others had changed it.
-
-        A save of the instance by the view itself, in the version that the form knows, writes the form's data, too.
-        """
-        self.require_unchanged()
+        """Save as Django does; raises StaleObject if the instance was read again since, after others had changed it."""
+        if self.is_bound and not self._is_addition and self._has_changed_meanwhile():
+            found = latest_version(self.instance)
+            raise emit_conflict(StaleObject(self.instance, expected=self._version_read, found=found))
         return super().save(commit=commit)
 
     def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
@@ -344,13 +324,6 @@ class VersionedForms:
         form.is_row = True
         was_shown = form.is_bound and index is not None and index < self.initial_form_count()  # type: ignore[attr-defined]
         form.is_gone = was_shown and form.instance._state.adding
-
-    def delete_existing(self, obj: Any, commit: bool = True) -> None:  # noqa: FBT001, FBT002 - as in Django
-        """Delete as Django does; raises StaleObject if the row was read again since, after others had changed it."""
-        for form in self.initial_forms:  # type: ignore[attr-defined]
-            if form.instance is obj:
-                form.require_unchanged("delete")
-        super().delete_existing(obj, commit=commit)  # type: ignore[misc]
 
 
 class BaseVersionedModelFormSet(VersionedForms, forms.BaseModelFormSet):  # type: ignore[type-arg]

@@ -76,7 +76,6 @@ def _requiring_version(get_form: Callable[..., Any]) -> Callable[..., Any]:
                 f"get_form() of {type(self).__name__} returns a form that would overwrite the changes of others: "
                 f"derive {type(form).__name__} from VersionedModelForm, or return it from get_form_class()"
             )
-        self._dlock_form = form
         return form
 
     return requiring
@@ -90,8 +89,6 @@ class VersionedEditMixin:
     refused. The form class of your own `get_form_class()` is guarded as well. A `get_form()` of yours has to return a
     VersionedModelForm: for any other form it raises ImproperlyConfigured, before anything is shown or written.
     """
-
-    _dlock_form: VersionedModelForm | None = None
 
     http_method_names = [method for method in View.http_method_names if method != "delete"]  # noqa: RUF012 - Django's
 
@@ -123,10 +120,4 @@ class VersionedEditMixin:
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         in_transaction = transaction.atomic(using=router.db_for_write(_model_of(self)))
-        return again_when_stale(partial(in_transaction(self._dlock_post), *args, **kwargs))
-
-    def _dlock_post(self, *args: Any, **kwargs: Any) -> Any:
-        response = super().post(*args, **kwargs)  # type: ignore[misc]
-        if self._dlock_form is not None:
-            self._dlock_form.require_own_delete()
-        return response
+        return again_when_stale(partial(in_transaction(super().post), *args, **kwargs))  # type: ignore[misc]

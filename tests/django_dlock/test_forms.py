@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import models, transaction
+from django.db import models
 from django.db.models.signals import pre_save
 from django.forms import CharField, ModelForm, inlineformset_factory, modelform_factory, modelformset_factory
-from django.http import HttpResponseRedirect
 from django.test.utils import isolate_apps
 from django.utils.functional import SimpleLazyObject
 from django.views.generic import DeleteView, FormView, UpdateView, View
@@ -105,54 +104,6 @@ def test_form_may_be_saved_again_and_after_a_save_of_its_instance(ticket):
     form.save().refresh_from_db()
     form.save()
     assert read(ticket).title == "mine"
-
-
-def numbered(ticket):
-    """Change a saved ticket and read it again, as a `save()` of its model or a receiver may do."""
-    Ticket.objects.filter(pk=ticket.pk).update(notes="numbered")
-    ticket.refresh_from_db()
-
-
-@pytest.mark.parametrize("is_saved_by_the_form", [False, True])
-def test_form_may_be_saved_again_after_its_instance_was_saved_and_read_again(ticket, is_saved_by_the_form):
-    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
-    assert form.is_valid()
-    (form if is_saved_by_the_form else form.instance).save()
-    numbered(form.instance)
-    form.save()
-    assert (read(ticket).title, read(ticket).notes) == ("mine", "numbered")
-
-
-def test_form_is_stale_if_its_instance_was_read_again_after_a_change_and_then_saved(ticket):
-    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
-    assert form.is_valid()
-    change(ticket, title="theirs")
-    form.instance.refresh_from_db()
-    form.instance.save()
-    with pytest.raises(StaleObject):
-        form.save()
-
-
-def test_form_is_stale_if_the_save_of_its_instance_was_rolled_back_and_it_was_read_again_after_a_change(ticket):
-    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
-    assert form.is_valid()
-    with transaction.atomic():
-        form.save()
-        transaction.set_rollback(True)
-    change(ticket, title="theirs")
-    form.instance.refresh_from_db()
-    with pytest.raises(StaleObject):
-        form.save()
-
-
-def test_instance_may_be_saved_as_a_copy(ticket):
-    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
-    assert form.is_valid()
-    copied = form.save(commit=False)
-    copied.pk, copied._state.adding = None, True
-    copied.save()
-    form.save()
-    assert sorted(Ticket.objects.values_list("title", flat=True)) == ["mine", "old"]
 
 
 def test_version_is_no_change_of_the_form(ticket):
@@ -476,47 +427,6 @@ def test_view_that_finds_its_object_itself_deletes_only_what_was_seen_without_a_
     assert not Ticket.objects.filter(pk=ticket.pk).exists()
 
 
-class DeletesWhatItReadsAgain(OwnObjectToDelete):
-    """Reads its object again before it decides, and another user was faster."""
-
-    def form_valid(self, form):
-        change(self.object, title="theirs")
-        self.object.refresh_from_db()
-        return self.delete(form)
-
-    def delete(self, form):
-        return super().form_valid(form)
-
-
-class DeletesByItself(DeletesWhatItReadsAgain):
-    def delete(self, form):
-        self.object.delete()
-        return HttpResponseRedirect("/")
-
-
-@pytest.mark.parametrize("view", [DeletesWhatItReadsAgain, DeletesByItself])
-def test_view_that_reads_its_object_again_does_not_delete_what_its_user_has_not_seen(ticket, rf, view):
-    view = view.as_view()
-    sent = form(view(rf.get("/"), pk=ticket.pk))
-    with pytest.raises(StaleObject, match=f"cannot delete Ticket.{ticket.pk}. at version 1: the row has version 2"):
-        view(rf.post("/", sent), pk=ticket.pk)
-    assert Ticket.objects.filter(pk=ticket.pk).exists()
-
-
-class DeletesAfterItsOwnSave(OwnObjectToDelete):
-    def form_valid(self, form):
-        self.object.notes = "deleted today"
-        self.object.save()
-        numbered(self.object)
-        return super().form_valid(form)
-
-
-def test_view_deletes_an_object_that_it_has_saved_and_read_again(ticket, rf):
-    view = DeletesAfterItsOwnSave.as_view()
-    assert view(rf.post("/", form(view(rf.get("/"), pk=ticket.pk))), pk=ticket.pk).status_code == 302
-    assert not Ticket.objects.filter(pk=ticket.pk).exists()
-
-
 def test_view_without_a_model_says_what_it_is_missing(ticket, rf):
     class Nameless(VersionedEditMixin, UpdateView):
         fields = ("title",)
@@ -552,17 +462,6 @@ Tickets = modelformset_factory(
 Steps = inlineformset_factory(
     Ticket, Step, form=VersionedModelForm, formset=BaseVersionedInlineFormSet, fields=["text"], extra=0
 )
-
-
-def test_formset_does_not_delete_a_row_that_was_read_again_after_a_change(ticket):
-    sent = sent_by(Tickets(queryset=Ticket.objects.all())) | {"form-0-DELETE": "on"}
-    formset = Tickets(sent, queryset=Ticket.objects.all())
-    assert formset.is_valid()
-    change(ticket, title="theirs")
-    formset.forms[0].instance.refresh_from_db()
-    with pytest.raises(StaleObject, match="cannot delete"):
-        formset.save()
-    assert read(ticket).title == "theirs"
 
 
 def sent_by(formset, **changes):
