@@ -15,7 +15,7 @@ from django_dlock.connections import on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
-from django_dlock.shown_versions import Seen, ShownVersions, known_version, oldest_committed, shown_by
+from django_dlock.shown_versions import Seen, ShownVersions, is_made_by, known_version, oldest_committed, shown_by
 from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
@@ -226,25 +226,28 @@ class PreconditionMixin(_View):
     def _dlock_shown(self, response: Any) -> tuple[Any, int | None]:
         """Return the instance that a response shows, and in which version: a view may read its object more than once.
 
-        A response that does not name its serializer may show anything that the view has read. To a reader it has the
-        oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen. To a
-        writer, who knows what was there before, it has the version that was written.
+        A response that is not what its serializer has made may show anything that the view has read. To a reader it has
+        the oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen.
+        To a writer, who knows what was there before, it has the version that was written.
         """
         serializer = getattr(getattr(response, "data", None), "serializer", None)
-        instance = unwrapped(getattr(serializer, "instance", None))
-        if isinstance(instance, Model):  # With many=True it is a list.
-            same = self._dlock_checked_as(instance)
-            if not same and response.status_code != 201:
+        instance: Any = unwrapped(getattr(serializer, "instance", None))
+        is_named = isinstance(instance, Model)  # With many=True it is a list.
+        if not is_named:
+            if not self._dlock_checked:
                 return None, None
+            instance = self._dlock_checked[-1].instance
+        same = self._dlock_checked_as(instance)
+        if not same and response.status_code != 201:
+            return None, None
+        if is_named and is_made_by(serializer, response.data):
             shown = [each for each in shown_by(serializer) if each.instance is instance]
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
-        if not self._dlock_checked:
-            return None, None
-        same, versions = self._dlock_checked_as(self._dlock_checked[-1].instance), self._dlock_shown_versions
-        if self.request.method not in READ_METHODS:
+        versions = self._dlock_shown_versions
+        if same and self.request.method not in READ_METHODS:
             instance = max((each.instance for each in same), key=latest_version)
             return instance, _version_now(instance, same)
-        instance = min((each.instance for each in same), key=latest_version)
+        instance = min((each.instance for each in same), key=latest_version, default=instance)
         shown = [] if versions is None else versions.of_row(instance)
         if not shown:
             return instance, None if versions is not None and versions.is_full else _version_now(instance, same)

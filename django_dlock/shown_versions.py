@@ -19,7 +19,7 @@ with needed_by("django_dlock.rest"):
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_SHOWN", "Seen", "ShownVersions", "known_version", "oldest_committed", "shown_by"]
+__all__ = ["MAX_SHOWN", "Seen", "Shown", "ShownVersions", "is_made_by", "known_version", "oldest_committed", "shown_by"]
 
 MAX_SHOWN: Final = 1000
 """How much of what its serializers show a view remembers; a response that shows more has no single version."""
@@ -71,11 +71,18 @@ class Seen:
         return self.version if self.has_no_later_undo else None
 
 
+class Shown(Seen):
+    """A version of an instance that a serializer has shown."""
+
+    made: Any = None
+    """A copy of what the serializer made of it, if it was the serializer's own instance."""
+
+
 class ShownVersions:
     """The versions that the serializers of one view have shown while it has answered one request."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[type[Model], Any], list[Seen]] = {}
+        self._shown: dict[tuple[type[Model], Any], list[Shown]] = {}
         self._count = 0
 
     def watch(self, serializer: Any) -> None:
@@ -86,16 +93,21 @@ class ShownVersions:
 
     def _represent(self, make: Callable[..., Any], serializer: Any, instance: Any, *args: Any, **named: Any) -> Any:
         shown = unwrapped(instance)
-        if isinstance(shown, Model) and not shown._state.adding:
-            seen = Seen(shown)
-            if shown is unwrapped(getattr(serializer, "instance", None)):
-                vars(serializer).setdefault(_SHOWN, []).append(seen)
-            if not self.is_full:
-                self._shown.setdefault(_row(shown), []).append(seen)
-                self._count += 1
-        return make(serializer, instance, *args, **named)
+        if not isinstance(shown, Model) or shown._state.adding:
+            return make(serializer, instance, *args, **named)
+        seen = Shown(shown)
+        if not self.is_full:
+            self._shown.setdefault(_row(shown), []).append(seen)
+            self._count += 1
+        is_own = shown is unwrapped(getattr(serializer, "instance", None))
+        if is_own:
+            vars(serializer).setdefault(_SHOWN, []).append(seen)
+        made = make(serializer, instance, *args, **named)
+        if is_own:
+            seen.made = _copied(made)
+        return made
 
-    def of_row(self, instance: Model) -> list[Seen]:
+    def of_row(self, instance: Model) -> list[Shown]:
         """Return what was shown of the row of an instance, as far as that is remembered."""
         return self._shown.get(_row(instance), [])
 
@@ -105,10 +117,19 @@ class ShownVersions:
         return self._count >= MAX_SHOWN
 
 
-def shown_by(serializer: Any) -> list[Seen]:
+def shown_by(serializer: Any) -> list[Shown]:
     """Return what a serializer has shown of its instance; nothing if it is not watched."""
-    found: list[Seen] = getattr(serializer, _SHOWN, [])
+    found: list[Shown] = getattr(serializer, _SHOWN, [])
     return found
+
+
+def is_made_by(serializer: Any, data: Any) -> bool:
+    """Return whether data are what a serializer has made of its instance, and nothing that was added or changed since.
+
+    Of a serializer that is not watched, what was changed inside of nested data is not noticed.
+    """
+    made = [each.made for each in shown_by(serializer)] or [getattr(serializer, "_data", None)]
+    return any(_is_copy(each, data) for each in made)
 
 
 def oldest_committed(shown: Sequence[Seen], checked: Sequence[Seen]) -> int | None:
@@ -144,3 +165,18 @@ def known_version(instance: Any) -> int | None:
 
 def _row(instance: Model) -> tuple[Any, Any]:
     return instance._meta.concrete_model, instance.pk
+
+
+def _copied(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _copied(value) for key, value in data.items()}
+    return [_copied(value) for value in data] if isinstance(data, list) else data
+
+
+def _is_copy(copy: Any, data: Any) -> bool:
+    """Return whether all values are the very same: comparing them could raise an error, as that of arrays does."""
+    if isinstance(data, dict) and isinstance(copy, dict):
+        return copy.keys() == data.keys() and all(_is_copy(copy[key], value) for key, value in data.items())
+    if isinstance(data, list) and isinstance(copy, list):
+        return len(copy) == len(data) and all(map(_is_copy, copy, data))
+    return copy is data

@@ -83,6 +83,82 @@ def test_body_of_an_earlier_instance_has_no_newer_tag(draft, kind):
         send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=shown["ETag"])
 
 
+class TitleAddedLater(Lenient):
+    """Shows the revision of what it has read last, and adds the title that it has read before."""
+
+    def retrieve(self, request, **kwargs):
+        title = self.get_object().title
+        if request.method == "GET":
+            Draft.objects.update(title="theirs")
+        data = self.data()
+        self.add(data, title)
+        return Response(data)
+
+    def data(self):
+        return self.get_serializer(self.get_object()).data
+
+    def add(self, data, title):
+        data["title"] = title
+
+
+class TitleAddedInside(TitleAddedLater):
+    def add(self, data, title):
+        data["more"]["title"] = title
+
+
+class TitleAddedToAList(TitleAddedLater):
+    def add(self, data, title):
+        data["more"]["links"].append(title)
+
+
+class TitleAddedToOwnSerializer(TitleAddedLater):
+    def data(self):
+        return MoreSerializer(self.get_object()).data
+
+
+class MoreSerializer(DraftSerializer):
+    class Meta(DraftSerializer.Meta):
+        fields = ("revision",)
+
+    def to_representation(self, instance):
+        return super().to_representation(instance) | {"more": {"links": []}}
+
+
+@pytest.mark.parametrize("kind", [TitleAddedLater, TitleAddedInside, TitleAddedToAList, TitleAddedToOwnSerializer])
+def test_part_that_a_view_adds_to_its_serializer_s_data_may_be_older_than_they_are(draft, kind):
+    shown = send(kind.as_view(serializer_class=MoreSerializer), "get", draft, {})
+    assert "first" in str(shown.data)
+    assert shown.get("ETag") in {None, etag_of(draft, variant="json")}
+
+
+def test_key_that_a_serializer_adds_itself_leaves_the_tag_of_what_it_shows(draft):
+    class ReadsBefore(Lenient):
+        serializer_class = MoreSerializer
+
+        def retrieve(self, request, **kwargs):
+            self.get_object()
+            Draft.objects.update(title="theirs")
+            return super().retrieve(request, **kwargs)
+
+    assert send(ReadsBefore.as_view(), "get", draft, {})["ETag"] == tag_of_row()
+
+
+def test_new_object_keeps_its_tag_when_the_view_adds_to_its_data(draft):
+    class Adds(Lenient):
+        def post(self, request, **kwargs):
+            serializer = self.get_serializer(data=request.data)
+            serializer.is_valid(raise_exception=True)
+            serializer.save()
+            return Response(serializer.data, status=201)
+
+        def finalize_response(self, request, response, *args, **named):
+            response.data["links"] = []
+            return super().finalize_response(request, response, *args, **named)
+
+    added = send(Adds.as_view(), "post", draft, {"title": "new"})
+    assert added["ETag"] == etag_of(Draft.objects.exclude(pk=draft.pk).get(), variant="json")
+
+
 class Audited(Lenient):
     """Shows its object to a log before the save, and answers in its own way."""
 
