@@ -217,9 +217,7 @@ class PreconditionMixin(_View):
             response.headers.setdefault("ETag", tag)
             # Of a preview, that is: the next writer may get the same version.
             on_rollback(partial(response.headers.pop, "ETag", None), using=_database_of(shown))
-            if any(
-                each.client_has_it for each in self._dlock_checked if each.instance is shown and each.version == version
-            ):
+            if any(each.client_has_it for each in self._dlock_checked_as(shown) if each.version == version):
                 response.status_code, response.data = 304, None
         return response
 
@@ -243,17 +241,19 @@ class PreconditionMixin(_View):
         if is_named and is_made_by(serializer, response.data):
             shown = [each for each in shown_by(serializer) if each.instance is instance]
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
+        written = _version_written(same) if self.request.method not in READ_METHODS else None
+        return instance, self._dlock_oldest(instance, same) if written is None else written
+
+    def _dlock_oldest(self, instance: Model, checked: Sequence[_Checked]) -> int | None:
+        """Return the oldest version of an instance's row that the view may have shown; None if that is not known."""
         versions = self._dlock_shown_versions
-        if same and self.request.method not in READ_METHODS:
-            instance = max((each.instance for each in same), key=latest_version)
-            return instance, _version_now(instance, same)
-        instance = min((each.instance for each in same), key=latest_version, default=instance)
         shown = [] if versions is None else versions.of_row(instance)
-        if not shown:
-            return instance, None if versions is not None and versions.is_full else _version_now(instance, same)
+        if versions is not None and versions.is_full and not shown:
+            return None
         # The rest of the answer may be made of what was checked.
-        known = [oldest_committed(shown, same), *[each.oldest_now for each in same]]
-        return instance, None if None in known else min(each for each in known if each is not None)
+        known = [each.oldest_now for each in checked]
+        known.append(oldest_committed(shown, checked) if shown else _version_now(instance, checked))
+        return None if None in known else min(each for each in known if each is not None)
 
     def _dlock_checked_as(self, instance: Model) -> list[_Checked]:
         return [each for each in self._dlock_checked if each.instance == instance]
@@ -299,7 +299,22 @@ def _version_now(instance: Any, checked: Sequence[_Checked]) -> int | None:
         return version
     if any(each.was_read_again for each in checked):
         return None
-    return version if any(not each.is_undone and each.has_become(version) for each in checked) else None
+    sure = [each for each in checked if not each.is_undone]
+    found = [version, *(each.version for each in checked if each.is_undone)]
+    return version if all(any(each.has_become(one) for each in sure) for one in found) else None
+
+
+def _version_written(checked: Sequence[_Checked]) -> int | None:
+    """Return the newest version that this request has written, one write after the other; None if it has written none.
+
+    What was read after a write of others is not among what the client knows, even if it was written then.
+    """
+    known = checked[0].version if checked else None
+    for each in checked:
+        now = known_version(each.instance)
+        if known is not None and now is not None and each.version <= known < now and each.has_become(now):
+            known = now
+    return known if checked and known != checked[0].version else None
 
 
 def _database_of(instance: Any) -> str:

@@ -192,6 +192,44 @@ def test_answer_to_a_change_has_the_tag_after_it_although_the_object_was_shown_b
     assert send(view, "put", draft, {"title": "mine again"}, if_match=first["ETag"]).status_code == 200
 
 
+class ReadAfterItsChange(Lenient):
+    """Answers a change with what it has written, and reads the object again after another client's change."""
+
+    def update(self, request, **kwargs):
+        body = super().update(request, **kwargs).data
+        if request.data["title"] == "mine":
+            Draft.objects.update(title="theirs")
+        self.finish(self.get_object())
+        return Response({"draft": body})
+
+    def finish(self, draft):
+        pass
+
+
+class ReadAfterItsChangeAndChanged(ReadAfterItsChange):
+    def finish(self, draft):
+        draft.save_with_version()
+
+
+class ReadWithoutAChange(ReadAfterItsChange):
+    def perform_update(self, serializer):
+        pass
+
+
+@pytest.mark.parametrize("kind", [ReadAfterItsChange, ReadAfterItsChangeAndChanged, ReadWithoutAChange])
+@pytest.mark.parametrize("headers", [{}, {"if_match": "*"}])
+def test_answer_to_a_change_has_no_tag_of_what_was_only_read_afterwards(draft, kind, headers):
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, **headers)
+    with pytest.raises(PreconditionFailed):
+        send(kind.as_view(), "put", draft, {"title": "next"}, if_match=shown["ETag"])
+    assert Draft.objects.get().title == "theirs"
+
+
+def test_answer_to_two_changes_in_two_instances_has_the_tag_of_the_second(draft):
+    shown = send(ReadAfterItsChangeAndChanged.as_view(), "put", draft, {"title": "next"}, if_match=etag_of(draft))
+    assert shown["ETag"] == tag_of_row()
+
+
 class LogsInVain(Lenient):
     """Shows its object in a savepoint in which a log fails."""
 
@@ -265,6 +303,8 @@ class PreviewOfASecondInstance(Lenient):
             transaction.set_rollback(True)
         return answer
 
+    retrieve = update
+
     def change(self, draft):
         draft.title = "mine"
         draft.save_with_version()
@@ -294,6 +334,11 @@ class PreviewByAQueryOfTheSameInstance(PreviewByAQuery):
         return Response(self.get_serializer(draft).data)
 
 
+class PreviewByAQueryAndByHand(PreviewByAQuery):
+    def answer(self, draft):
+        return Response({"title": self.get_object().title})
+
+
 PREVIEWS = [
     PreviewOfASecondInstance,
     PreviewThatGetsItAgain,
@@ -306,6 +351,12 @@ PREVIEWS = [
 @pytest.mark.parametrize("kind", PREVIEWS)
 def test_preview_that_reads_the_row_again_has_no_tag_of_a_version_that_never_was(draft, kind):
     shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+def test_preview_that_is_not_made_by_a_serializer_has_no_tag_of_the_row_either(draft, method):
+    shown = send(PreviewByAQueryAndByHand.as_view(), method, draft, {})
     assert (shown.data["title"], shown.has_header("ETag")) == ("mine", False)
 
 
