@@ -38,7 +38,7 @@ class Program:
     def run(self):
         for _ in range(self.chance.randrange(MAX_STEPS)):
             self.step()
-        self.instances.append(self.view.get_object())
+        self.get_again()
         for _ in range(self.chance.randint(1, MAX_STEPS)):
             self.step()
         if not self.bodies:
@@ -50,12 +50,17 @@ class Program:
         steps = [self.read, self.change_by_others]
         if self.instances:
             steps += [self.refresh, self.save, self.preview, self.show, self.show, self.show]
+        if self.view._dlock_checked:
+            steps.append(self.get_again)
         if not connections[DEFAULT_DB_ALIAS].in_atomic_block:
             steps.append(self.work_in_vain)
         self.chance.choice(steps)()
 
     def read(self):
         self.instances.append(Draft.objects.get(pk=self.key))
+
+    def get_again(self):
+        self.instances.append(self.view.get_object())
 
     def change_by_others(self):
         self.number += 1
@@ -109,8 +114,8 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("method", ["get", "put"])
-def test_client_with_the_tag_overwrites_no_change_of_others_that_it_was_not_shown(use_database, seed, method):
+@pytest.mark.parametrize(("method", "if_match"), [("get", ""), ("put", "its tag"), ("put", "*")])
+def test_client_with_the_tag_overwrites_no_change_of_others_that_it_was_not_shown(use_database, seed, method, if_match):
     class View(Lenient):
         def retrieve(self, request, **kwargs):
             return Program(self, kwargs["pk"], chance).run()
@@ -121,7 +126,7 @@ def test_client_with_the_tag_overwrites_no_change_of_others_that_it_was_not_show
     chance, overwritten = random.Random(seed), 0
     for number in range(PROGRAMS):
         draft = Draft.objects.create(title="first.")
-        options = {"if_match": etag_of(draft)} if method == "put" else {}
+        options = {"if_match": if_match.replace("its tag", etag_of(draft))} if if_match else {}
         try:
             answer = send(View.as_view(), method, draft, {"title": "any"}, **options)
             row = Draft.objects.get(pk=draft.pk)
