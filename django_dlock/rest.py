@@ -239,7 +239,7 @@ class PreconditionMixin(_View):
         if not same and response.status_code != 201:
             return None, None
         if is_named and is_made_by(serializer, response.data):
-            shown = [each for each in shown_by(serializer) if each.instance is instance]
+            shown = shown_by(serializer)
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
         written = _version_written(same) if self.request.method not in READ_METHODS else None
         return instance, self._dlock_oldest(instance, same) if written is None else written

@@ -25,7 +25,7 @@ MAX_SHOWN: Final = 1000
 """How much of what its serializers show a view remembers; a response that shows more has no single version."""
 
 _SHOWN: Final = "_dlock_shown"
-"""Attribute of a serializer that keeps what it has shown of its instance."""
+"""Attribute of a serializer that keeps what it has shown of the rows of its instances."""
 
 
 class Seen:
@@ -75,7 +75,7 @@ class Shown(Seen):
     """A version of an instance that a serializer has shown."""
 
     made: Any = None
-    """A copy of what the serializer made of it, if it was the serializer's own instance."""
+    """A copy of what the serializer made of it, if it was the row of the serializer's own instance."""
 
 
 class ShownVersions:
@@ -99,7 +99,7 @@ class ShownVersions:
         if not self.is_full:
             self._shown.setdefault(_row(shown), []).append(seen)
             self._count += 1
-        is_own = shown is unwrapped(getattr(serializer, "instance", None))
+        is_own = shown == unwrapped(getattr(serializer, "instance", None))  # It is the same row, perhaps read again.
         if is_own:
             vars(serializer).setdefault(_SHOWN, []).append(seen)
         made = make(serializer, instance, *args, **named)
@@ -118,9 +118,10 @@ class ShownVersions:
 
 
 def shown_by(serializer: Any) -> list[Shown]:
-    """Return what a serializer has shown of its instance; nothing if it is not watched."""
+    """Return what a serializer has shown of the row of its instance; nothing if it is not watched."""
+    instance = unwrapped(getattr(serializer, "instance", None))
     found: list[Shown] = getattr(serializer, _SHOWN, [])
-    return found
+    return [each for each in found if each.instance == instance]
 
 
 def is_made_by(serializer: Any, data: Any) -> bool:

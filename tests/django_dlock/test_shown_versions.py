@@ -410,6 +410,46 @@ def test_serializer_that_makes_its_data_twice_has_the_tag_of_the_older(draft):
     assert send(ShowsTwice.as_view(), "get", draft, {})["ETag"] == etag_of(draft, variant="json")
 
 
+class ShowsItsFormerInstance(Lenient):
+    """Shows its object to a log, then reads it anew for an answer that is already made."""
+
+    def retrieve(self, request, **kwargs):
+        serializer = self.get_serializer(self.get_object())
+        self.log(serializer)
+        return Response(serializer.data)
+
+    def post(self, request, **kwargs):
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        serializer.save()
+        self.log(serializer)
+        return Response(serializer.data, status=201)
+
+    def log(self, serializer):
+        assert serializer.data["title"] != "theirs"
+        Draft.objects.filter(pk=serializer.instance.pk).update(title="theirs")
+        serializer.instance = self.read(serializer.instance.pk)
+
+    def read(self, pk):
+        return Draft.objects.get(pk=pk)
+
+
+class ShowsItsFormerObject(ShowsItsFormerInstance):
+    def read(self, pk):
+        self.kwargs["pk"] = pk
+        return self.get_object()
+
+
+@pytest.mark.parametrize("kind", [ShowsItsFormerInstance, ShowsItsFormerObject])
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_data_that_were_made_before_their_serializer_got_another_instance_have_no_newer_tag(draft, kind, method):
+    shown = send(kind.as_view(), method, draft, {"title": "first"})
+    row = Draft.objects.order_by("pk").last()
+    assert (shown.data["title"], row.title) == ("first", "theirs")
+    with pytest.raises(PreconditionFailed):
+        send(Lenient.as_view(), "put", row, {"title": "mine"}, if_match=shown["ETag"])
+
+
 def test_copy_of_an_object_whose_change_was_rolled_back_has_its_own_tag(draft):
     class Copies(Lenient):
         def post(self, request, **kwargs):

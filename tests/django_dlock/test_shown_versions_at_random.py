@@ -94,10 +94,18 @@ class Program:
             lambda: self.view.get_serializer(instance).data,
             lambda: dict(self.view.get_serializer(instance).data, links=[]),
             lambda: {"all": self.view.get_serializer([instance], many=True).data},
+            lambda: self.shown_before(instance),
         ]
         if self.view._dlock_checked and len(self.instances) == 1:  # it is promised for no other instance
             ways.append(lambda: OwnSerializer(instance).data)
         self.bodies.append(self.chance.choice(ways)())
+
+    def shown_before(self, instance):
+        serializer = self.view.get_serializer(self.chance.choice(self.instances))
+        shown = serializer.data
+        serializer.instance = instance
+        assert shown == serializer.data
+        return shown
 
     def work_in_vain(self):
         """Do some steps that are rolled back; instances that were read in it have to be discarded, as documented."""
