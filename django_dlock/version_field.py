@@ -31,6 +31,7 @@ __all__ = [
     "SentVersion",
     "VersionField",
     "has_had",
+    "has_written",
     "is_undone",
     "last_undo",
     "latest_version",
@@ -39,6 +40,12 @@ __all__ = [
 
 _FIRST_OWN: Final = "_dlock_first_own"
 """Attribute of an instance that keeps the version before the first of its own writes, if no other write came after."""
+_OWN_WRITES: Final = "_dlock_own_writes"
+"""Attribute of an instance that keeps the first and the last version of each chain of its own writes, newest last.
+
+Other writes came between two chains. Unlike what is read, they remain when the instance is read again."""
+_MAX_CHAINS: Final = 10
+"""How many chains an instance remembers: of one that lives long, the older ones are of no use to anyone."""
 _LAST_UNDO: Final = "_dlock_last_undo"
 """Attribute of an instance that is another object after each rollback of a write of it."""
 _UNDONE: Final = "_dlock_undone"
@@ -153,7 +160,7 @@ class VersionField(_BigIntegerField):
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:  # The instance may be a clone: whatever version it carries belongs to the original.
-            for name in (_FIRST_OWN, _UNDONE):
+            for name in (_FIRST_OWN, _OWN_WRITES, _UNDONE):
                 vars(model_instance).pop(name, None)
             number = vars(model_instance)[self.attname] = first_version()
             return number
@@ -206,13 +213,15 @@ class VersionField(_BigIntegerField):
     def count_up(self, instance: Any, using: str) -> None:
         """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
         values, name = vars(instance), self.attname
-        before, first = values[name], values.get(_FIRST_OWN, ABSENT)
+        before, first, writes = values[name], values.get(_FIRST_OWN, ABSENT), values.get(_OWN_WRITES, ())
         values[name] = before + 1
+        values[_OWN_WRITES] = _with_write(writes, before)
         values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
         if PARTIAL not in values:
             values.pop(_UNDONE, None)
-        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _UNDONE: True, _LAST_UNDO: object()}
+        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _OWN_WRITES: writes}
+        former |= {_UNDONE: True, _LAST_UNDO: object()}
         restore_on_rollback(instance, former, using=using)
 
 
@@ -230,6 +239,22 @@ def has_had(instance: Any, version: int) -> bool:
     """Return whether an instance has this version, or had it before writes that were all its own."""
     current = latest_version(instance)
     return isinstance(current, int) and vars(instance).get(_FIRST_OWN, current) <= version <= current
+
+
+def has_written(instance: Any, version: int, *, later_than: int) -> bool:
+    """Return whether an instance was saved when its row had a version, or later by one of its own writes after that.
+
+    It may have been read again since. Only a write that has led to a version after `later_than` counts.
+    """
+    chains = vars(instance).get(_OWN_WRITES, ())
+    return any(first <= version < last and last > later_than for first, last in chains)
+
+
+def _with_write(chains: tuple[tuple[int, int], ...], before: int) -> tuple[tuple[int, int], ...]:
+    """Return the chains of writes after one more, of the version that the row had before it."""
+    if chains and chains[-1][1] == before:
+        return *chains[:-1], (chains[-1][0], before + 1)
+    return *chains[1 - _MAX_CHAINS :], (before, before + 1)
 
 
 def latest_version(instance: Any) -> Any:

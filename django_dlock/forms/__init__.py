@@ -29,7 +29,7 @@ from django_dlock.forms.differences import (
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, latest_version
+from django_dlock.version_field import has_had, has_written, latest_version
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -115,7 +115,8 @@ class VersionedModelForm(_ModelForm):
         if self._is_addition:
             self.fields.pop(VERSION, None)
         else:
-            self._version_read = read_version(self.instance)
+            self._version_read = self._version_checked = read_version(self.instance)
+            self._key = self.instance.pk
 
     # The version
 
@@ -211,7 +212,7 @@ class VersionedModelForm(_ModelForm):
             self._check()
 
     def _check(self) -> None:
-        snapshot = self._snapshot
+        snapshot, self._version_checked = self._snapshot, latest_version(self.instance)
         if snapshot is None:
             self._refuse(VERSION_MISSING, "version_missing")
         elif snapshot.version != self._version_read or self._has_changed_meanwhile():
@@ -225,10 +226,22 @@ class VersionedModelForm(_ModelForm):
 
     def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
         """Save as Django does; raises StaleObject if the instance was read again since, after others had changed it."""
-        if self.is_bound and not self._is_addition and self._has_changed_meanwhile():
+        if self.is_bound and not self._is_addition and self._is_stale():
             found = latest_version(self.instance)
             raise emit_conflict(StaleObject(self.instance, expected=self._version_read, found=found))
         return super().save(commit=commit)
+
+    def _is_stale(self) -> bool:
+        """Return whether the instance was read again after others had changed the row, before any write of its own.
+
+        A write has compared the version that the form knows. What is read afterwards, such as what the model's `save()`
+        has computed by a query, replaces the form's values in the instance, and is not overwritten by them.
+        """
+        instance = self.instance
+        if instance._state.adding or instance.pk != self._key:  # It is a copy, of which the form knows no version.
+            return False
+        is_written = has_written(instance, self._version_read, later_than=self._version_checked)
+        return self._has_changed_meanwhile() and not is_written
 
     def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import models
+from django.db import models, transaction
 from django.db.models.signals import pre_save
 from django.forms import CharField, ModelForm, inlineformset_factory, modelform_factory, modelformset_factory
 from django.test.utils import isolate_apps
@@ -104,6 +104,92 @@ def test_form_may_be_saved_again_and_after_a_save_of_its_instance(ticket):
     form.save().refresh_from_db()
     form.save()
     assert read(ticket).title == "mine"
+
+
+def save_as_a_model_does_that_reads_itself_again(instance):
+    Ticket.save(instance)
+    change(instance, state="closed")
+    instance.refresh_from_db()
+
+
+@pytest.mark.parametrize("saves", [1, 2, 3])
+def test_form_may_be_saved_again_although_its_instance_was_read_again_after_a_save(ticket, saves, monkeypatch):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    assert form.is_valid()
+    monkeypatch.setattr(form.instance, "save", lambda: save_as_a_model_does_that_reads_itself_again(form.instance))
+    for _ in range(saves):
+        form.instance.save()
+    assert form.save() is form.save()
+    assert (read(ticket).title, read(ticket).state) == ("mine", "closed")
+
+
+def test_two_forms_of_one_instance_that_is_read_again_after_a_save_may_both_be_saved(ticket):
+    title, state = (modelform_factory(Ticket, form=VersionedModelForm, fields=[name]) for name in ("title", "state"))
+    sent, instance = answer(title(instance=ticket), title="mine") | {"state": "closed"}, read(ticket)
+    forms = [title(sent, instance=instance), state(sent, instance=instance)]
+    assert all(each.is_valid() for each in forms)
+    for each in forms:
+        each.save()
+        change(ticket, notes="counted")
+        instance.refresh_from_db()
+    assert (read(ticket).title, read(ticket).state) == ("mine", "closed")
+
+
+def test_form_is_stale_whose_instance_was_read_again_before_its_own_write(ticket):
+    sent, instance = answer(TicketForm(instance=ticket), title="mine"), read(ticket)
+    forms = [TicketForm(sent, instance=instance) for _ in range(2)]
+    assert forms[0].is_valid()
+    change(ticket, title="theirs")
+    instance.refresh_from_db()
+    instance.save()
+    with pytest.raises(StaleObject):
+        forms[0].save()
+    assert forms[1].has_error("__all__", "stale")
+    assert read(ticket).title == "theirs"
+
+
+def test_form_is_stale_whose_instance_was_saved_only_before_the_form_was_checked(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    form.instance.save()
+    assert form.is_valid()
+    change(ticket, title="theirs")
+    form.instance.refresh_from_db()
+    with pytest.raises(StaleObject):
+        form.save()
+
+
+def test_form_is_stale_whose_instance_was_saved_and_read_again_before_the_form_is_checked(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    form.instance.save()
+    change(ticket, title="theirs")
+    form.instance.refresh_from_db()
+    assert form.has_error("__all__", "stale")
+
+
+def test_form_is_stale_whose_save_was_rolled_back_before_its_instance_was_read_again(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    assert form.is_valid()
+    with transaction.atomic():
+        form.save()
+        transaction.set_rollback(True)
+    change(ticket, title="theirs")
+    form.instance.refresh_from_db()
+    with pytest.raises(StaleObject):
+        form.save()
+    assert read(ticket).title == "theirs"
+
+
+@pytest.mark.parametrize("pk", [None, 1_000_000])
+@pytest.mark.parametrize("is_saved_by_the_form", [False, True])
+def test_form_whose_instance_has_become_another_row_may_be_saved_again(ticket, pk, is_saved_by_the_form):
+    ticket = change(ticket, state="open")  # A copy begins at another version.
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    copied = form.save(commit=False)
+    copied.pk, copied._state.adding = pk, True
+    (form if is_saved_by_the_form else copied).save()
+    copied.state = "closed"
+    form.save()
+    assert sorted(Ticket.objects.values_list("title", "state")) == [("mine", "closed"), ("old", ticket.state)]
 
 
 def test_version_is_no_change_of_the_form(ticket):
