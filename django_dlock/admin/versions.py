@@ -22,7 +22,7 @@ from django_dlock.acquire import no_lease_after
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.comparisons import lock_versions
 from django_dlock.errors import StaleObject
-from django_dlock.forms import VERSION, VersionedForms, versioned
+from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
@@ -327,7 +327,7 @@ def versioned_rows(formset: Any, also_shown: Sequence[Any]) -> Any:
     if issubclass(formset, _Rows):
         return formset
     form = versioned(formset.form, also_shown=tuple(also_shown))
-    return type(formset.__name__, (_Rows, formset), {"form": form})
+    return type(formset.__name__, (_Rows, formset, CheckedDeletion), {"form": form})
 
 
 class VersionedInlineMixin:

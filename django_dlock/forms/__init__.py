@@ -38,8 +38,9 @@ __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet",
 
 if TYPE_CHECKING:
     _ModelForm = forms.ModelForm[Any]
+    _ModelFormSet = forms.BaseModelFormSet[Any, Any]
 else:
-    _ModelForm = forms.ModelForm
+    _ModelForm, _ModelFormSet = forms.ModelForm, forms.BaseModelFormSet
 
 
 VERSION: Final = "dlock_version"
@@ -116,7 +117,7 @@ class VersionedModelForm(_ModelForm):
             self.fields.pop(VERSION, None)
         else:
             self._version_read = self._version_checked = read_version(self.instance)
-            self._key = self.instance.pk
+            self._key = self._row_key(self.instance)
 
     # The version
 
@@ -226,22 +227,32 @@ class VersionedModelForm(_ModelForm):
 
     def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
         """Save as Django does; raises StaleObject if the instance was read again since, after others had changed it."""
-        if self.is_bound and not self._is_addition and self._is_stale():
-            found = latest_version(self.instance)
-            raise emit_conflict(StaleObject(self.instance, expected=self._version_read, found=found))
+        if self.is_bound:
+            self.require_known(self.instance)
         return super().save(commit=commit)
 
-    def _is_stale(self) -> bool:
-        """Return whether the instance was read again after others had changed the row, before any write of its own.
+    def require_known(self, instance: Any, action: str = "save") -> None:
+        """Raise StaleObject if an instance of the form's row was read after a change that the form does not know."""
+        if self._is_addition or instance._state.adding or self._row_key(instance) != self._key:
+            return  # It is a copy, of which the form knows no version.
+        if not self._knows(instance):
+            found = latest_version(instance)
+            raise emit_conflict(StaleObject(instance, expected=self._version_read, found=found, action=action))
 
-        A write has compared the version that the form knows. What is read afterwards, such as what the model's `save()`
-        has computed by a query, replaces the form's values in the instance, and is not overwritten by them.
+    @staticmethod
+    def _row_key(instance: Any) -> tuple[Any, Any]:
+        return instance._meta.concrete_model, instance.pk
+
+    def _knows(self, instance: Any) -> bool:
+        """Return whether only writes of the instance have changed the row, or it was read again after such a write.
+
+        The write has compared the version that the form knows. What is read afterwards, such as what the model's
+        `save()` has computed by a query, replaces the form's values in the instance, and is not overwritten by them.
         """
-        instance = self.instance
-        if instance._state.adding or instance.pk != self._key:  # It is a copy, of which the form knows no version.
-            return False
-        is_written = has_written(instance, self._version_read, later_than=self._version_checked)
-        return self._has_changed_meanwhile() and not is_written
+        version, own = self._version_read, self.instance
+        if has_had(instance, version) or has_written(instance, version, later_than=self._version_checked):
+            return True
+        return instance is not own and has_had(own, latest_version(instance)) and self._knows(own)
 
     def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()
@@ -339,9 +350,20 @@ class VersionedForms:
         form.is_gone = was_shown and form.instance._state.adding
 
 
-class BaseVersionedModelFormSet(VersionedForms, forms.BaseModelFormSet):  # type: ignore[type-arg]
+class CheckedDeletion(_ModelFormSet):
+    """A base of formsets of VersionedModelForm, to the right, so that a row is checked after their own code has run."""
+
+    def delete_existing(self, obj: Any, commit: bool = True) -> None:  # noqa: FBT001, FBT002 - as in Django
+        """Delete as Django does; raises StaleObject if the row was read again since, after others had changed it."""
+        for form in self.initial_forms:
+            if form.instance == obj:
+                form.require_known(obj, "delete")
+        super().delete_existing(obj, commit)
+
+
+class BaseVersionedModelFormSet(VersionedForms, CheckedDeletion):
     """The formset for `modelformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""
 
 
-class BaseVersionedInlineFormSet(VersionedForms, forms.BaseInlineFormSet):  # type: ignore[type-arg]
+class BaseVersionedInlineFormSet(VersionedForms, forms.BaseInlineFormSet, CheckedDeletion):  # type: ignore[type-arg]
     """The formset for `inlineformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""

@@ -9,7 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.views.generic import View
 from django.views.generic.detail import SingleObjectMixin
-from django.views.generic.edit import BaseFormView, FormMixin
+from django.views.generic.edit import BaseFormView, DeletionMixin, FormMixin
 
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
@@ -117,6 +117,12 @@ class VersionedEditMixin:
 
     def get_form_kwargs(self) -> dict[str, Any]:
         return {"instance": self.object, **super().get_form_kwargs()}  # type: ignore[attr-defined, misc]
+
+    def form_valid(self, form: Any) -> Any:
+        """Save or delete as Django does; raises StaleObject if the object was read again after a change of others."""
+        if isinstance(self, DeletionMixin) and isinstance(form, VersionedModelForm):
+            form.require_known(unwrapped(self.object), "delete")
+        return super().form_valid(form)  # type: ignore[misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         in_transaction = transaction.atomic(using=router.db_for_write(_model_of(self)))

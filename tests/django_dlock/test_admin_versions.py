@@ -10,10 +10,11 @@ from django.contrib.contenttypes.admin import GenericTabularInline
 from django.core.exceptions import ImproperlyConfigured
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db.models.signals import pre_save
-from django.forms import ModelForm, inlineformset_factory, modelformset_factory
+from django.forms import BaseInlineFormSet, ModelForm, inlineformset_factory, modelformset_factory
 from django.utils import timezone
 
 from django_dlock.admin import VersionedInlineMixin, VersionedModelAdmin, VersionedTabularInline
+from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import site
@@ -429,6 +430,22 @@ def test_row_below_that_was_changed_is_not_deleted_unasked(browser, step, page):
     assert "Delete No Yes No" in text(response)
     assert browser.post(page, form(response, **{"step_set-0-dlock_version_DELETE": "mine"})).status_code == 302
     assert not Step.objects.exists()
+
+
+def test_row_below_that_its_formset_reads_again_after_a_change_is_not_deleted(browser, step, page, register):
+    class Looks(BaseInlineFormSet):
+        def delete_existing(self, obj, commit=True):
+            change(obj, text="theirs")
+            obj.refresh_from_db()
+            super().delete_existing(obj, commit)
+
+    class Rows(VersionedTabularInline):
+        model, formset, extra = Step, Looks, 0
+
+    register(Ticket, type("Own", (VersionedModelAdmin,), {"inlines": [Rows]}))
+    with pytest.raises(StaleObject, match="cannot delete Step"):
+        browser.post(page, form(browser.get(page), **{"step_set-0-DELETE": "on"}))
+    assert Step.objects.exists()
 
 
 def test_mistakes_in_a_row_that_is_to_be_deleted_are_nobody_s_business(browser, step, page):

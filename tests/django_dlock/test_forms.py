@@ -20,7 +20,7 @@ from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFor
 from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import VersionField
 from tests.django_dlock.admin_fixtures import change
-from tests.django_dlock.admin_urls import EditPlain, EditTicket, TicketForm, site
+from tests.django_dlock.admin_urls import DeleteTicket, EditPlain, EditTicket, TicketForm, site
 from tests.django_dlock.pages import form
 from tests.testapp.models import Step, Tag, Ticket
 
@@ -375,6 +375,85 @@ def test_delete_view_asks_again_after_a_change(browser, ticket):
     assert not Ticket.objects.exists()
 
 
+class LooksBeforeItDeletes(DeleteTicket):
+    """It reads its object again, and deletes it if its newest state allows that."""
+
+    def form_valid(self, form):
+        self.before_it_looks()
+        self.look()
+        return super().form_valid(form)
+
+    def before_it_looks(self):
+        change(self.object, title="theirs")
+
+    def look(self):
+        self.object.refresh_from_db()
+
+
+class ReadsItAnew(LooksBeforeItDeletes):
+    def look(self):
+        self.object = read(self.object)
+
+
+class SavesItFirst(LooksBeforeItDeletes):
+    def before_it_looks(self):
+        self.object.state = "closed"
+        self.object.save()
+
+
+class SavesItAndCounts(SavesItFirst):
+    def before_it_looks(self):
+        super().before_it_looks()
+        change(self.object, notes="counted")
+
+
+class SavesItAndReadsItAnew(SavesItFirst, ReadsItAnew):
+    pass
+
+
+class SeesNoChange(LooksBeforeItDeletes):
+    def before_it_looks(self):
+        pass
+
+
+class SeesNoChangeAnew(SeesNoChange, ReadsItAnew):
+    pass
+
+
+@pytest.mark.parametrize("view", [LooksBeforeItDeletes, ReadsItAnew])
+def test_delete_view_that_reads_its_object_again_after_a_change_deletes_nothing(admin_pages, ticket, rf, view):
+    sent = form(view.as_view()(rf.get("/"), pk=ticket.pk))
+    with pytest.raises(StaleObject, match="cannot delete Ticket"):
+        view.as_view()(rf.post("/", sent), pk=ticket.pk)
+    assert Ticket.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "view", [SavesItFirst, SavesItAndCounts, SavesItAndReadsItAnew, SeesNoChange, SeesNoChangeAnew]
+)
+def test_delete_view_deletes_what_only_its_own_writes_have_changed(admin_pages, ticket, rf, view):
+    sent = form(view.as_view()(rf.get("/"), pk=ticket.pk))
+    assert view.as_view()(rf.post("/", sent), pk=ticket.pk).status_code == 302
+    assert not Ticket.objects.exists()
+
+
+def test_delete_view_that_locks_its_object_asks_after_a_change_before_the_lock(on_postgresql, ticket, party, rf):
+    other, changes = party(), [partial(change, ticket, title="theirs")]
+
+    class Locks(LooksBeforeItDeletes):
+        def before_it_looks(self):
+            if changes:
+                other.now(changes.pop())
+
+        def look(self):
+            self.object.refresh_from_db(from_queryset=Ticket.objects.select_for_update())
+
+    page = Locks.as_view()
+    response = page(rf.post("/", form(page(rf.get("/"), pk=ticket.pk))), pk=ticket.pk)
+    assert "was changed by someone else" in text(response)
+    assert read(ticket).title == "theirs"
+
+
 def test_delete_view_needs_the_version(browser, ticket):
     assert "Load the page again" in text(browser.post(f"/delete/{ticket.pk}/"))
     assert Ticket.objects.exists()
@@ -569,6 +648,50 @@ def test_formset_does_not_delete_a_row_that_was_changed(ticket):
     change(ticket, title="theirs")
     assert not Tickets(sent).is_valid()
     assert Tickets(sent).deleted_forms == []
+
+
+class LooksBeforeItsRowsAreDeleted(Tickets):
+    def clean(self):
+        super().clean()
+        for each in self.initial_forms:
+            each.instance.refresh_from_db()
+
+
+class LooksBeforeItDeletesARow(Tickets):
+    def delete_existing(self, obj, commit=True):
+        obj.refresh_from_db()
+        super().delete_existing(obj, commit)
+
+
+class ReadsARowAnew(Tickets):
+    def delete_existing(self, obj, commit=True):
+        super().delete_existing(read(obj), commit)
+
+
+@pytest.mark.parametrize("formset_class", [LooksBeforeItsRowsAreDeleted, LooksBeforeItDeletesARow, ReadsARowAnew])
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_formset_that_reads_a_row_again_deletes_it_unless_others_have_changed_it(ticket, formset_class, is_changed):
+    formset = formset_class(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
+    assert [each.instance for each in formset.initial_forms] == [ticket]
+    if is_changed:
+        change(ticket, title="theirs")
+    assert formset.is_valid()
+    if is_changed:
+        with pytest.raises(StaleObject, match="cannot delete Ticket"):
+            formset.save()
+    else:
+        formset.save()
+    assert Ticket.objects.exists() is is_changed
+
+
+def test_formset_deletes_a_row_that_was_saved_and_then_read_again(ticket):
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
+    assert formset.is_valid()
+    formset.forms[0].instance.save()
+    change(ticket, notes="counted")
+    formset.forms[0].instance.refresh_from_db()
+    formset.save()
+    assert not Ticket.objects.exists()
 
 
 @pytest.mark.parametrize("delete", ["on", ""])
