@@ -241,8 +241,12 @@ class PreconditionMixin(_View):
         if is_named and is_made_by(serializer, response.data):
             shown = shown_by(serializer)
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
-        written = _version_written(same) if self.request.method not in READ_METHODS else None
-        return instance, self._dlock_oldest(instance, same) if written is None else written
+        if self.request.method not in READ_METHODS:
+            written = _version_written(same)
+            # The tag of the version before its own change would tell the client of a conflict with that.
+            if written is not None or any(each.was_written and each.was_read_again for each in same):
+                return instance, written
+        return instance, self._dlock_oldest(instance, same)
 
     def _dlock_oldest(self, instance: Model, checked: Sequence[_Checked]) -> int | None:
         """Return the oldest version of an instance's row that the view may have shown; None if that is not known."""

@@ -230,6 +230,26 @@ def test_answer_to_two_changes_in_two_instances_has_the_tag_of_the_second(draft)
     assert shown["ETag"] == tag_of_row()
 
 
+class CountsAfterItsChange(Lenient):
+    """Answers a change with what it reads again after a query of its own, which could be another client's as well."""
+
+    def perform_update(self, serializer):
+        super().perform_update(serializer)
+        Draft.objects.update(title="counted")
+        serializer.instance.refresh_from_db()
+
+
+class CountsAndAnswersInADict(CountsAfterItsChange):
+    def update(self, request, **kwargs):
+        return Response({"draft": super().update(request, **kwargs).data})
+
+
+@pytest.mark.parametrize(("kind", "has_tag"), [(CountsAfterItsChange, True), (CountsAndAnswersInADict, False)])
+def test_answer_to_a_change_that_is_read_again_after_a_query_has_its_tag_or_none(draft, kind, has_tag):
+    shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert shown.get("ETag") == (tag_of_row() if has_tag else None)
+
+
 class LogsInVain(Lenient):
     """Shows its object in a savepoint in which a log fails."""
 
