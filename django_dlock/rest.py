@@ -243,8 +243,8 @@ class PreconditionMixin(_View):
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
         if self.request.method not in READ_METHODS:
             written = _version_written(same)
-            # The tag of the version before its own change would tell the client of a conflict with that.
-            if written is not None or any(each.was_written and each.was_read_again for each in same):
+            # With the tag of what it was before, a client would be told of a conflict with its own change.
+            if written is not None or any(each.was_read_again for each in same):
                 return instance, written
         return instance, self._dlock_oldest(instance, same)
 

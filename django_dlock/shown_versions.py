@@ -10,7 +10,7 @@ from django.db.models import Model
 
 from django_dlock.connections import restore_on_rollback
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, has_written, is_undone, last_undo, read_version
+from django_dlock.version_field import has_had, is_undone, last_undo, read_version
 from dlock_core.extras import needed_by
 
 with needed_by("django_dlock.rest"):
@@ -55,11 +55,6 @@ class Seen:
         if self.version is None or not has_had(self.instance, self.version) or not has_had(self.instance, version):
             return False
         return version != self.version or self.has_no_later_undo
-
-    @property
-    def was_written(self) -> bool:
-        """Whether the instance was saved since, and no write of others came in between."""
-        return self.version is not None and has_written(self.instance, self.version, later_than=self.version)
 
     @property
     def was_read_again(self) -> bool:
