@@ -226,7 +226,7 @@ class PreconditionMixin(_View):
 
         A response that is not what its serializer has made may show anything that the view has read. To a reader it has
         the oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen.
-        To a writer, who knows what was there before, it has the version that was written.
+        To a writer, who knows what was there before, it has the version that the serializer shows, or that was written.
         """
         serializer = getattr(getattr(response, "data", None), "serializer", None)
         instance: Any = unwrapped(getattr(serializer, "instance", None))
@@ -238,10 +238,10 @@ class PreconditionMixin(_View):
         same = self._dlock_checked_as(instance)
         if not same and response.status_code != 201:
             return None, None
-        if is_named and is_made_by(serializer, response.data):
-            shown = shown_by(serializer)
+        is_read, shown = self.request.method in READ_METHODS, shown_by(serializer) if is_named else []
+        if is_named and (is_made_by(serializer, response.data) or (shown and not is_read)):
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
-        if self.request.method not in READ_METHODS:
+        if not is_read:
             written = _version_written(same)
             # With the tag of what it was before, a client would be told of a conflict with its own change.
             if written is not None or any(each.was_read_again for each in same):
@@ -254,8 +254,8 @@ class PreconditionMixin(_View):
         shown = [] if versions is None else versions.of_row(instance)
         if versions is not None and versions.is_full and not shown:
             return None
-        # The rest of the answer may be made of what was checked.
-        known = [each.oldest_now for each in checked]
+        # The rest of the answer may be made of what was checked, and not shown afterwards.
+        known = [each.oldest_now for each in checked if not any(one.instance is each.instance for one in shown)]
         known.append(oldest_committed(shown, checked) if shown else _version_now(instance, checked))
         return None if None in known else min(each for each in known if each is not None)
 

@@ -75,6 +75,7 @@ class VersionedMixin(models.Model):
             marks[_COPIED] = {
                 each: vars(self).get(each, ABSENT) for each in (self._dlock_version.attname, READ_VERSION)
             }
+        marks = {name: value for name, value in marks.items() if name not in vars(self)}  # A handler may save it again.
         vars(self).update(marks)
         try:
             super().save_base(*args, **options)

@@ -27,6 +27,7 @@ from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
 from django_dlock.versions import VersionedMixin, read_version
+from dlock_core.observability.hooks import emit_conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -223,8 +224,9 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
         """Delete the version that the confirmation page has shown; raises StaleObject or SnapshotMissing."""
-        snapshot = FormSnapshot.read(request.POST.get(VERSION), obj)
-        setattr(obj, obj._dlock_version.attname, snapshot.version)
+        snapshot, read = FormSnapshot.read(request.POST.get(VERSION), obj), read_version(obj)
+        if snapshot.version != read:  # Its own delete() would compare, but may read it again before.
+            raise emit_conflict(StaleObject(obj, expected=snapshot.version, found=read, action="delete"))
         super().delete_model(request, obj)
 
 

@@ -12,6 +12,7 @@ from django.db.transaction import TransactionManagementError
 
 from django_dlock import lock
 from django_dlock.errors import NotSupported, StaleObject
+from django_dlock.versions import VersionedMixin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import TicketAdmin
 from tests.django_dlock.pages import form
@@ -324,6 +325,19 @@ def test_object_that_was_changed_after_the_confirmation_page_is_not_deleted(brow
     assert not LogEntry.objects.exists()
     browser.post(page, form(response))
     assert not Ticket.objects.exists()
+
+
+def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change(browser, ticket, monkeypatch):
+    def delete(self, **options):
+        self.refresh_from_db()
+        return VersionedMixin.delete(self, **options)
+
+    monkeypatch.setattr(Ticket, "delete", delete)
+    page = f"{TICKETS}{ticket.pk}/delete/"
+    sent = form(browser.get(page))
+    change(ticket, title="theirs")
+    assert "Nothing was deleted" in text(browser.post(page, sent, follow=True))
+    assert Ticket.objects.get().title == "theirs"
 
 
 def test_object_is_not_deleted_without_its_version(browser, ticket):

@@ -5,6 +5,8 @@ from unittest import mock
 
 import pytest
 from django.db import transaction
+from django.db.models import F, Value
+from django.db.models.functions import Concat
 from django.utils.decorators import method_decorator
 from rest_framework import generics, serializers
 from rest_framework.response import Response
@@ -550,6 +552,37 @@ def test_values_whose_save_was_rolled_back_have_no_tag_until_they_are_saved_or_r
     shown = send(kind.as_view(), "put", draft, {"title": "mine"}, if_match=etag_of(draft))
     assert shown.get("ETag") == (tag_of_row() if has_tag else None)
     assert (shown.data["title"] == Draft.objects.get().title) is has_tag
+
+
+class Numbered(Lenient):
+    """Computes a value in the database when its object is read or was saved, reads it again, and adds to the answer."""
+
+    def number(self, draft):
+        Draft.objects.filter(pk=draft.pk).update(title=Concat(F("title"), Value("!")))
+        draft.refresh_from_db()
+        return draft
+
+    def retrieve(self, request, **kwargs):
+        answer = Response(self.get_serializer(self.number(self.get_object())).data)
+        answer.data["links"] = []
+        return answer
+
+    def perform_update(self, serializer):
+        super().perform_update(serializer)
+        self.number(serializer.instance)
+
+    def update(self, request, **kwargs):
+        answer = super().update(request, **kwargs)
+        answer.data["message"] = "saved"
+        return answer
+
+
+def test_answer_with_additions_has_the_tag_of_what_its_serializer_shows_after_an_update_of_its_own(draft):
+    view = Numbered.as_view()
+    shown = send(view, "get", draft, {})
+    changed = send(view, "put", draft, {"title": "mine"}, if_match=shown["ETag"])
+    assert (changed.data["title"], changed.data["message"]) == ("mine!", "saved")
+    assert send(view, "put", draft, {"title": "mine again"}, if_match=changed["ETag"]).status_code == 200
 
 
 class CounterSerializer(serializers.ModelSerializer):
