@@ -287,9 +287,9 @@ class TiedDatabases:
             self.forget()
 
     def note_returned(self) -> None:
-        """Record that a function has returned to this flow."""
+        """Remove a lease that `note_collected` could not remove, now that a function has returned to this flow."""
         if self.tie.state is TieState.TORN and self.ownership.is_of_this_flow:
-            self._remove()  # The collector could not; see `note_collected`.
+            self._remove()
 
     def end_flow(self) -> bool:
         """Detach the handles of this flow, which ends; return whether the lease has to be released now."""
@@ -315,10 +315,7 @@ class TiedDatabases:
         self.ownership.removed()
 
     def note_collected(self) -> None:
-        """Remove a lease that was not released from this context: work that begins later does not belong to it.
-
-        The collector of cycles may run in any context, so such a lease stays in those that have it until it runs out.
-        """
+        """Remove a lease that was not released from this context, unless it is that of what the collector interrupts."""
         if not is_collecting():
             self.forget()
 

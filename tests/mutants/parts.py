@@ -53,6 +53,7 @@ PARTS: Final = {
             "dlock_core/transactions/multilock.py",
             "django_dlock/thread_calls.py",
             "django_dlock/ownership.py",
+            "django_dlock/calls.py",
             "django_dlock/tie.py",
             "django_dlock/acquire.py",
             "django_dlock/transactions.py",
