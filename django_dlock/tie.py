@@ -315,7 +315,7 @@ class TiedDatabases:
         self.ownership.removed()
 
     def note_collected(self) -> None:
-        """Remove a lease that was not released from this context, unless it is that of what the collector interrupts."""
+        """Remove a lease that was not released from this context, unless the collector calls this in other code."""
         if not is_collecting():
             self.forget()
 

@@ -73,6 +73,7 @@ PARTS: Final = {
             "tests/django_dlock/test_transactions_statements.py tests/django_dlock/test_displaced.py",
             "tests/django_dlock/test_blocks_elsewhere.py tests/django_dlock/test_async.py",
             "tests/django_dlock/test_ownership.py tests/django_dlock/test_ownership_at_random.py tests/django_dlock/test_flows.py",
+            "tests/django_dlock/test_ownership_in_calls.py tests/django_dlock/test_ownership_in_calls_at_random.py",
             "tests/django_dlock/test_together.py tests/django_dlock/test_advisory.py",
             "tests/django_dlock/test_own_statements.py",
             "tests/sqla_dlock/test_locks.py tests/sqla_dlock/test_locks_async.py tests/sqla_dlock/test_transactions.py",
