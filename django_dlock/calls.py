@@ -22,11 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow"]
 
-_calling: Final[ContextVar[tuple[object, ...]]] = flow_variable("dlock_calling", ())
+_calling: Final[ContextVar[tuple[_Wait, ...]]] = flow_variable("dlock_calling", ())
 """The flows that will wait for the call that is about to begin."""
 
 _call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
 """The call in which this flow runs, or in which it was started."""
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """A flow that waits for a call, until it gets the answer, or a time limit or a cancellation ends its wait."""
+
+    flow: object
+    is_over: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -37,19 +45,20 @@ class _Call:
     """A weak reference to the task; of a function, any object that no other call has."""
     thread: int
     """Its number: threads that are started in the call have the call in their contexts, too."""
-    callers: tuple[object, ...]
-    """The flows that wait for it, the nearest first."""
+    waits: tuple[_Wait, ...]
+    """Those of the flows that have called it, the nearest first."""
 
 
 @contextmanager
 def calling() -> Iterator[None]:
     """Call a function or a coroutine through asgiref in the block."""
-    own = _call.get()
-    callers = own.callers if own is not None and _is_in(own) else ()
-    _calling.set((current_flow(), *callers))
+    own, wait = _call.get(), _Wait(current_flow())
+    others = own.waits if own is not None and _is_in(own) else ()
+    _calling.set((wait, *others))
     try:
         yield
     finally:
+        wait.is_over = True
         _calling.set(())
 
 
@@ -72,7 +81,7 @@ def acts_for(flow: object) -> bool:
     if flow == current_flow():
         return True
     call = _call.get()
-    return call is not None and flow in call.callers and _is_in(call)
+    return call is not None and _is_in(call) and any(each.flow == flow and not each.is_over for each in call.waits)
 
 
 def current_flow() -> object:

@@ -15,7 +15,7 @@ from django_dlock.connections import on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
-from django_dlock.shown_versions import Seen, ShownVersions, is_made_by, known_version, oldest_committed, shown_by
+from django_dlock.shown_versions import Seen, ShownVersions, known_version, oldest_committed, shown_as, shown_by
 from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
@@ -226,7 +226,8 @@ class PreconditionMixin(_View):
 
         A response that is not what its serializer has made may show anything that the view has read. To a reader it has
         the oldest version that was shown: with the tag of a newer one, a client could overwrite what it has not seen.
-        To a writer, who knows what was there before, it has the version that the serializer shows, or that was written.
+        To a writer that has sent a tag, and so knows what was there before, it has the version that the serializer has
+        shown last; to others, that which was written.
         """
         serializer = getattr(getattr(response, "data", None), "serializer", None)
         instance: Any = unwrapped(getattr(serializer, "instance", None))
@@ -238,8 +239,12 @@ class PreconditionMixin(_View):
         same = self._dlock_checked_as(instance)
         if not same and response.status_code != 201:
             return None, None
-        is_read, shown = self.request.method in READ_METHODS, shown_by(serializer) if is_named else []
-        if is_named and (is_made_by(serializer, response.data) or (shown and not is_read)):
+        is_read = self.request.method in READ_METHODS
+        shown = shown_as(serializer, response.data) if is_named else None
+        knows_it = self.request.headers.get("If-Match", "*").strip() != "*"
+        if is_named and shown is None and knows_it and not is_read:
+            shown = shown_by(serializer)[-1:] or None
+        if shown is not None:
             return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
         if not is_read:
             written = _version_written(same)
@@ -254,8 +259,8 @@ class PreconditionMixin(_View):
         shown = [] if versions is None else versions.of_row(instance)
         if versions is not None and versions.is_full and not shown:
             return None
-        # The rest of the answer may be made of what was checked, and not shown afterwards.
-        known = [each.oldest_now for each in checked if not any(one.instance is each.instance for one in shown)]
+        # The rest of the answer may be made of what was checked.
+        known = [each.oldest_now for each in checked]
         known.append(oldest_committed(shown, checked) if shown else _version_now(instance, checked))
         return None if None in known else min(each for each in known if each is not None)
 

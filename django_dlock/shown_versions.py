@@ -19,7 +19,7 @@ with needed_by("django_dlock.rest"):
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_SHOWN", "Seen", "Shown", "ShownVersions", "is_made_by", "known_version", "oldest_committed", "shown_by"]
+__all__ = ["MAX_SHOWN", "Seen", "Shown", "ShownVersions", "known_version", "oldest_committed", "shown_as", "shown_by"]
 
 MAX_SHOWN: Final = 1000
 """How much of what its serializers show a view remembers; a response that shows more has no single version."""
@@ -124,13 +124,15 @@ def shown_by(serializer: Any) -> list[Shown]:
     return [each for each in found if each.instance == instance]
 
 
-def is_made_by(serializer: Any, data: Any) -> bool:
-    """Return whether data are what a serializer has made of its instance, and nothing that was added or changed since.
+def shown_as(serializer: Any, data: Any) -> list[Shown] | None:
+    """Return when a serializer has shown its instance in these data; None if anything was added or changed since.
 
-    Of a serializer that is not watched, what was changed inside of nested data is not noticed.
+    The list is empty if the serializer is not watched: what was changed inside of its nested data is not noticed.
     """
-    made = [each.made for each in shown_by(serializer)] or [getattr(serializer, "_data", None)]
-    return any(_is_copy(each, data) for each in made)
+    shown = shown_by(serializer)
+    if not shown:
+        return [] if _is_copy(getattr(serializer, "_data", None), data) else None
+    return [each for each in shown if _is_copy(each.made, data)] or None
 
 
 def oldest_committed(shown: Sequence[Seen], checked: Sequence[Seen]) -> int | None:

@@ -26,6 +26,7 @@ from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, version
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
+from django_dlock.version_field import has_had
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -224,9 +225,9 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
         """Delete the version that the confirmation page has shown; raises StaleObject or SnapshotMissing."""
-        snapshot, read = FormSnapshot.read(request.POST.get(VERSION), obj), read_version(obj)
-        if snapshot.version != read:  # Its own delete() would compare, but may read it again before.
-            raise emit_conflict(StaleObject(obj, expected=snapshot.version, found=read, action="delete"))
+        version, read = _snapshot(request, obj).version, read_version(obj)
+        if not has_had(obj, version):  # Its own delete() would compare, but may read it again before.
+            raise emit_conflict(StaleObject(obj, expected=version, found=read, action="delete"))
         super().delete_model(request, obj)
 
 
@@ -273,9 +274,13 @@ def _input_name(row: Model | None = None) -> str:
     return f"{VERSION}:{row.pk if row else ''}"
 
 
+def _snapshot(request: HttpRequest, row: Model) -> FormSnapshot:
+    return FormSnapshot.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row)
+
+
 def _shown_version(request: HttpRequest, row: Model) -> int | None:
     try:
-        return FormSnapshot.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row).version
+        return _snapshot(request, row).version
     except SnapshotMissing:
         return None
 

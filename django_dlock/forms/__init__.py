@@ -252,7 +252,7 @@ class VersionedModelForm(_ModelForm):
         version, own = self._version_read, self.instance
         if has_had(instance, version) or has_written(instance, version, later_than=self._version_checked):
             return True
-        return instance is not own and has_had(own, latest_version(instance)) and self._knows(own)
+        return instance is not own and has_had(own, read_version(instance)) and self._knows(own)
 
     def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()

@@ -11,6 +11,7 @@ from django.db.models.signals import pre_delete, pre_save
 from django.db.transaction import TransactionManagementError
 
 from django_dlock import lock
+from django_dlock.admin import VersionedModelAdmin
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.versions import VersionedMixin
 from tests.django_dlock.admin_fixtures import change
@@ -338,6 +339,18 @@ def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change(browse
     change(ticket, title="theirs")
     assert "Nothing was deleted" in text(browser.post(page, sent, follow=True))
     assert Ticket.objects.get().title == "theirs"
+
+
+def test_object_is_deleted_after_its_admin_has_saved_it(browser, ticket, monkeypatch):
+    def delete_model(self, request, obj):
+        obj.notes = f"deleted by {request.user}"
+        obj.save()
+        VersionedModelAdmin.delete_model(self, request, obj)
+
+    monkeypatch.setattr(TicketAdmin, "delete_model", delete_model)
+    page = f"{TICKETS}{ticket.pk}/delete/"
+    browser.post(page, form(browser.get(page)))
+    assert not Ticket.objects.exists()
 
 
 def test_object_is_not_deleted_without_its_version(browser, ticket):

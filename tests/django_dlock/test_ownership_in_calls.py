@@ -430,25 +430,50 @@ def suppressed(slow):
         slow()
 
 
-async def test_work_is_refused_after_a_function_for_which_its_caller_has_stopped_waiting_has_released(database, store):
-    slow, go_on, loop = Slow(database, "before"), threading.Event(), asyncio.get_running_loop()
+async def until_it_waits_no_more(function, *args):
+    """Call a function in a thread, and stop waiting for it when it calls its first argument."""
+    loop = asyncio.get_running_loop()
 
-    def late(lease):
+    def give_up():
         loop.call_soon_threadsafe(limit.reschedule, loop.time())
-        go_on.wait(WITHIN)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            await sync_to_async(function, thread_sensitive=False)(give_up, *args)
+
+
+async def test_work_is_refused_after_a_function_has_released_although_its_caller_stops_waiting_for_it(database, store):
+    slow, go_on = Slow(database, "before"), threading.Event()
+
+    def release(give_up, lease):
         lease.release()
+        give_up()
+        go_on.wait(WITHIN)
 
     lease = await order(database).aacquire()
     task = asyncio.create_task(sync_to_async(slow, thread_sensitive=False)())
     await slow.wait_until_reached()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(None) as limit:
-            await sync_to_async(late)(lease)
-    go_on.set()
-    await auntil(lambda: not is_held(store))
+    await until_it_waits_no_more(release, lease)
     await slow.finish()
     with pytest.raises(LeaseLost):
         await task
+    await sync_to_async(write)(database)
+    go_on.set()
+
+
+@pytest.mark.parametrize("release", [None, *WAYS])
+async def test_function_for_which_its_caller_has_stopped_waiting_does_not_outlive_the_lease(database, store, release):
+    slow = Slow(database, "before")
+
+    def work(give_up):
+        give_up()
+        in_thread(slow, ())
+
+    async with order(database) if release is None else acquired(order(database), release):
+        await until_it_waits_no_more(work)
+    assert not is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
     await sync_to_async(write)(database)
 
 

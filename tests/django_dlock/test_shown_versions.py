@@ -555,21 +555,12 @@ def test_values_whose_save_was_rolled_back_have_no_tag_until_they_are_saved_or_r
 
 
 class Numbered(Lenient):
-    """Computes a value in the database when its object is read or was saved, reads it again, and adds to the answer."""
-
-    def number(self, draft):
-        Draft.objects.filter(pk=draft.pk).update(title=Concat(F("title"), Value("!")))
-        draft.refresh_from_db()
-        return draft
-
-    def retrieve(self, request, **kwargs):
-        answer = Response(self.get_serializer(self.number(self.get_object())).data)
-        answer.data["links"] = []
-        return answer
+    """Computes a value in the database when its object was saved, reads it again, and adds to the answer."""
 
     def perform_update(self, serializer):
         super().perform_update(serializer)
-        self.number(serializer.instance)
+        Draft.objects.update(title=Concat(F("title"), Value("!")))
+        serializer.instance.refresh_from_db()
 
     def update(self, request, **kwargs):
         answer = super().update(request, **kwargs)
@@ -577,12 +568,48 @@ class Numbered(Lenient):
         return answer
 
 
-def test_answer_with_additions_has_the_tag_of_what_its_serializer_shows_after_an_update_of_its_own(draft):
-    view = Numbered.as_view()
-    shown = send(view, "get", draft, {})
-    changed = send(view, "put", draft, {"title": "mine"}, if_match=shown["ETag"])
-    assert (changed.data["title"], changed.data["message"]) == ("mine!", "saved")
+class LogsByTheSameSerializer(Lenient):
+    def perform_update(self, serializer):
+        serializer.to_representation(serializer.instance)
+        super().perform_update(serializer)
+
+
+class LogsAndAdds(LogsByTheSameSerializer, Numbered):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Numbered, LogsByTheSameSerializer, LogsAndAdds])
+def test_answer_to_a_change_has_the_tag_of_what_its_serializer_shows_at_the_end(draft, kind):
+    view = kind.as_view()
+    changed = send(view, "put", draft, {"title": "mine"}, if_match=etag_of(draft))
+    assert changed["ETag"] == tag_of_row()
     assert send(view, "put", draft, {"title": "mine again"}, if_match=changed["ETag"]).status_code == 200
+
+
+class CountsAndShowsWhatItReadBefore(Lenient):
+    """Shows what it has read before another client has changed it, and before it counts its readers."""
+
+    def retrieve(self, request, **kwargs):
+        draft = self.get_object()
+        title = draft.title
+        Draft.objects.update(title="theirs")
+        draft.refresh_from_db()
+        return Response(self.made(title, self.get_serializer(draft).data))
+
+    def made(self, title, data):
+        return {"title": title, "revision": data["revision"]}
+
+
+class CountsAndAddsWhatItReadBefore(CountsAndShowsWhatItReadBefore):
+    def made(self, title, data):
+        data["headline"] = title
+        return data
+
+
+@pytest.mark.parametrize("kind", [CountsAndShowsWhatItReadBefore, CountsAndAddsWhatItReadBefore])
+def test_body_with_a_part_that_was_read_before_a_change_has_no_newer_tag(draft, kind):
+    shown = send(kind.as_view(), "get", draft, {})
+    assert shown.get("ETag") != tag_of_row()
 
 
 class CounterSerializer(serializers.ModelSerializer):
