@@ -125,6 +125,8 @@ class _HandBack:
         for variable, value in own:
             if variable.get() is not value:
                 variable.set(value)
+        for each in leases_of_context.get():
+            each.note_returned()
 
 
 def _is_entered(context: Context) -> bool:

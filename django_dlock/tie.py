@@ -287,8 +287,9 @@ class TiedDatabases:
             self.forget()
 
     def note_returned(self) -> None:
-        """Remove a lease that `note_collected` could not remove, now that a function has returned to this flow."""
-        if self.tie.state is TieState.TORN and self.ownership.is_of_this_flow:
+        """Remove a lease that has ended, now that this flow, its owner, has a function's answer or waits no more."""
+        has_ended = self.tie.state is TieState.TORN or (self.ownership.is_over and self.tie.is_over)
+        if has_ended and self.ownership.is_of_this_flow:
             self._remove()
 
     def end_flow(self) -> bool:

@@ -458,6 +458,7 @@ async def test_work_is_refused_after_a_function_has_released_although_its_caller
     with pytest.raises(LeaseLost):
         await task
     await sync_to_async(write)(database)
+    await in_database(write, database)  # in a thread that is started afterwards
     go_on.set()
 
 
