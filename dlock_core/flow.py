@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from collections import OrderedDict
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -22,22 +22,17 @@ def flow_variable(name: str, default: T) -> ContextVar[T]:
     return variable
 
 
-_collecting: Final[set[int]] = set()
-"""The threads in which the collector of reference cycles is at work."""
+_phases: Final = OrderedDict(start=None, stop=None)
+"""The phases of the collector of reference cycles; the one in which it is comes last."""
 
-
-def _note_collection(phase: str, _: dict[str, int]) -> None:
-    """Follow the collector; see `gc.callbacks`."""
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_note_collection)
+# No Python code: a signal handler could raise its error in that, where it would be lost, such as a time limit.
+gc.callbacks.append(_phases.move_to_end)  # type: ignore[arg-type]  # the second argument, the collector's data, is true
 
 
 def is_collecting() -> bool:
-    """Return whether the collector of reference cycles is at work in this thread.
+    """Return whether the collector of reference cycles is at work, perhaps in another thread.
 
     A finalizer that it calls must not set a context variable: CPython 3.11 may collect inside a change of the same
     context, and crashes then.
     """
-    return threading.get_ident() in _collecting
+    return next(reversed(_phases)) == "start"

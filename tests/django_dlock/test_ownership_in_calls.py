@@ -270,7 +270,7 @@ def test_function_that_has_released_goes_on_after_a_request_that_it_makes_itself
 
 async def test_task_whose_lease_was_collected_in_a_cycle_is_refused_once_at_most(database, store):
     async def forget():
-        holder = [await order(database, ttl=1).aacquire()]
+        holder = [await order(database).aacquire()]
         holder.append(holder)
 
     async def whole():
