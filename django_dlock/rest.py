@@ -15,7 +15,15 @@ from django_dlock.connections import on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.preconditions import check_preconditions, require_version, tag_of_version
-from django_dlock.shown_versions import Seen, ShownVersions, known_version, oldest_committed, shown_as, shown_by
+from django_dlock.shown_versions import (
+    Seen,
+    ShownVersions,
+    oldest_committed,
+    shown_as,
+    shown_by,
+    version_now,
+    version_written,
+)
 from django_dlock.version_field import SentVersion, has_had, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
@@ -245,9 +253,9 @@ class PreconditionMixin(_View):
         if is_named and shown is None and knows_it and not is_read:
             shown = shown_by(serializer)[-1:] or None
         if shown is not None:
-            return instance, oldest_committed(shown, same) if shown else _version_now(instance, same)
+            return instance, oldest_committed(shown, same) if shown else version_now(instance, same)
         if not is_read:
-            written = _version_written(same)
+            written = version_written(same)
             # With the tag of what it was before, a client would be told of a conflict with its own change.
             if written is not None or any(each.was_read_again for each in same):
                 return instance, written
@@ -261,7 +269,7 @@ class PreconditionMixin(_View):
             return None
         # The rest of the answer may be made of what was checked.
         known = [each.oldest_now for each in checked]
-        known.append(oldest_committed(shown, checked) if shown else _version_now(instance, checked))
+        known.append(oldest_committed(shown, checked) if shown else version_now(instance, checked))
         return None if None in known else min(each for each in known if each is not None)
 
     def _dlock_checked_as(self, instance: Model) -> list[_Checked]:
@@ -296,34 +304,6 @@ class PreconditionMixin(_View):
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""
-
-
-def _version_now(instance: Any, checked: Sequence[_Checked]) -> int | None:
-    """Return the version of an instance that was shown in an unknown version; None if others have changed it since.
-
-    Then what was shown may be older than what was read last.
-    """
-    version = known_version(instance)
-    if version is None or not checked:
-        return version
-    if any(each.was_read_again for each in checked):
-        return None
-    sure = [each for each in checked if not each.is_undone]
-    found = [version, *(each.version for each in checked if each.is_undone)]
-    return version if all(any(each.has_become(one) for each in sure) for one in found) else None
-
-
-def _version_written(checked: Sequence[_Checked]) -> int | None:
-    """Return the newest version that this request has written, one write after the other; None if it has written none.
-
-    What was read after a write of others is not among what the client knows, even if it was written then.
-    """
-    known = checked[0].version if checked else None
-    for each in checked:
-        now = known_version(each.instance)
-        if known is not None and now is not None and each.version <= known < now and each.has_become(now):
-            known = now
-    return known if checked and known != checked[0].version else None
 
 
 def _database_of(instance: Any) -> str:

@@ -19,7 +19,16 @@ with needed_by("django_dlock.rest"):
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_SHOWN", "Seen", "Shown", "ShownVersions", "known_version", "oldest_committed", "shown_as", "shown_by"]
+__all__ = [
+    "MAX_SHOWN",
+    "Seen",
+    "ShownVersions",
+    "oldest_committed",
+    "shown_as",
+    "shown_by",
+    "version_now",
+    "version_written",
+]
 
 MAX_SHOWN: Final = 1000
 """How much of what its serializers show a view remembers; a response that shows more has no single version."""
@@ -153,6 +162,36 @@ def oldest_committed(shown: Sequence[Seen], checked: Sequence[Seen]) -> int | No
             return None
         found.append(version)
     return min(found)
+
+
+def version_now(instance: Any, checked: Sequence[Seen]) -> int | None:
+    """Return the version of an instance that was shown in an unknown version; None if others have changed it since.
+
+    Then what was shown may be older than what was read last.
+    """
+    version = known_version(instance)
+    if version is None or not checked:
+        return version
+    if any(each.was_read_again for each in checked):
+        return None
+    sure = [each for each in checked if not each.is_undone]
+    found = [version, *(each.version for each in checked if each.is_undone)]
+    return version if all(any(each.has_become(one) for each in sure) for one in found) else None
+
+
+def version_written(checked: Sequence[Seen]) -> int | None:
+    """Return the newest version that this request has written, one write after the other; None if it has written none.
+
+    What was read after a write of others is not among what the client knows, even if it was written then.
+    """
+    first = known = checked[0].version if checked else None
+    for each in checked:
+        now = known_version(each.instance)
+        if now is None or each.version is None or not each.has_become(now):
+            continue
+        if known is not None and each.version <= known < now:
+            known = now
+    return known if known != first else None
 
 
 def known_version(instance: Any) -> int | None:
