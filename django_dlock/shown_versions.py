@@ -175,7 +175,7 @@ def version_now(instance: Any, checked: Sequence[Seen]) -> int | None:
     if any(each.was_read_again for each in checked):
         return None
     sure = [each for each in checked if not each.is_undone]
-    found = [version, *(each.version for each in checked if each.is_undone)]
+    found = [version, *(each.version for each in checked if each.is_undone and each.version is not None)]
     return version if all(any(each.has_become(one) for each in sure) for one in found) else None
 
 
