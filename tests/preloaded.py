@@ -27,4 +27,5 @@ import dlock_core.backends.redis
 import sqla_dlock
 
 with contextlib.suppress(ImportError):
-    import django.db.backends.mysql.base
+    import django.db.backends.mysql.base  # Without the driver it would raise an error of Django.
+    import MySQLdb
