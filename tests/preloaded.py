@@ -21,11 +21,11 @@ import sqlalchemy.dialects.mysql.pymysql
 import sqlalchemy.dialects.postgresql.asyncpg
 import sqlalchemy.dialects.postgresql.psycopg
 import sqlalchemy.ext.asyncio
+from django.core.exceptions import ImproperlyConfigured
 
 import django_dlock
 import dlock_core.backends.redis
 import sqla_dlock
 
-with contextlib.suppress(ImportError):
-    import django.db.backends.mysql.base  # Without the driver it would raise an error of Django.
-    import MySQLdb
+with contextlib.suppress(ImproperlyConfigured):  # Without mysqlclient, Django raises this.
+    import django.db.backends.mysql.base
