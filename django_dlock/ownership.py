@@ -89,10 +89,6 @@ class Ownership:
         _joined.set((*others, (self, own)))
         if self.has_departed:
             self._record(_Change(self, is_release=False))
-        self.rejoined()
-
-    def rejoined(self) -> None:
-        """Record that this flow has a handle again: if it is the owner, it has not released the lease."""
         if self.is_of_this_flow:
             self.is_over = False
 
@@ -131,8 +127,10 @@ class Ownership:
         others = handles - {own} - self._asked if handles else handles
         if others and not others.isdisjoint(self._joined_here()):
             return False
-        self.is_over = self.is_over or self.is_of_this_flow
-        return self.is_of_this_flow
+        if not self.is_of_this_flow:
+            return False
+        self.is_over = True
+        return True
 
     def _joined_here(self) -> set[ref[TiedLease]]:
         return {known for each, known in _joined.get() if each is self}
