@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +25,7 @@ from django_dlock.shown_versions import (
     version_now,
     version_written,
 )
-from django_dlock.version_field import SentVersion, has_had, latest_version
+from django_dlock.version_field import SentVersion, has_had, holding_version, latest_version
 from django_dlock.versions import read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
@@ -187,6 +188,10 @@ class PreconditionMixin(_View):
     def _dlock_has_checked(self, instance: Any) -> bool:
         return any(each.instance is instance and each.holds() for each in self._dlock_checked)
 
+    def _dlock_has_tag(self) -> bool:
+        """Return whether the client has sent which version it wants to change."""
+        return bool(self.request.headers.get("If-Match", "*").strip() != "*")
+
     def _dlock_requires(self, method: str | None) -> bool:
         """Return whether a request needs If-Match, by its method or by the usual method of its action."""
         required = _methods(self.if_match_required, type(self))
@@ -204,7 +209,9 @@ class PreconditionMixin(_View):
     def perform_destroy(self, instance: Any) -> None:
         """Delete the object that was checked; raises TypeError for another object."""
         self._require_checked(instance)
-        super().perform_destroy(instance)  # type: ignore[misc]
+        # Without a tag, the object's own delete() may decide by what it reads.
+        with holding_version(unwrapped(instance)) if self._dlock_has_tag() else nullcontext():
+            super().perform_destroy(instance)  # type: ignore[misc]
 
     def handle_exception(self, exc: Any) -> Any:
         """Answer a conflict of a row that was checked with 412, as any other, whichever instance of it was saved."""
@@ -249,8 +256,7 @@ class PreconditionMixin(_View):
             return None, None
         is_read = self.request.method in READ_METHODS
         shown = shown_as(serializer, response.data) if is_named else None
-        knows_it = self.request.headers.get("If-Match", "*").strip() != "*"
-        if is_named and shown is None and knows_it and not is_read:
+        if is_named and shown is None and self._dlock_has_tag() and not is_read:
             shown = shown_by(serializer)[-1:] or None
         if shown is not None:
             return instance, oldest_committed(shown, same) if shown else version_now(instance, same)

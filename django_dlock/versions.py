@@ -17,7 +17,15 @@ from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
-from django_dlock.version_field import NEXT, PARTIAL, READ_VERSION, VersionField, is_undone, read_version
+from django_dlock.version_field import (
+    NEXT,
+    PARTIAL,
+    READ_VERSION,
+    VersionField,
+    holding_version,
+    is_undone,
+    read_version,
+)
 from django_dlock.versioned_querysets import LockManager, VersionedQuerySet
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.options import NOT_GIVEN, NotGiven
@@ -153,10 +161,12 @@ class VersionedMixin(models.Model):
     ) -> tuple[int, dict[str, int]]:
         """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
-        `expected` and the errors are those of `save_with_version`.
+        A `delete()` of your own may read the instance again first: a change that others have made since this method was
+        called is a conflict, too. `expected` and the errors are those of `save_with_version`.
         """
         self._check_expected(expected, "delete")
-        return self.delete(**options)
+        with holding_version(self):
+            return self.delete(**options)
 
     async def adelete_with_version(
         self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any

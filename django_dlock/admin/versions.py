@@ -26,7 +26,7 @@ from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, version
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
-from django_dlock.version_field import has_had
+from django_dlock.version_field import has_had, holding_version
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -226,9 +226,10 @@ class VersionedModelAdmin(_ModelAdmin):
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
         """Delete the version that the confirmation page has shown; raises StaleObject or SnapshotMissing."""
         version, read = _snapshot(request, obj).version, read_version(obj)
-        if not has_had(obj, version):  # Its own delete() would compare, but may read it again before.
+        if not has_had(obj, version):
             raise emit_conflict(StaleObject(obj, expected=version, found=read, action="delete"))
-        super().delete_model(request, obj)
+        with holding_version(obj):
+            super().delete_model(request, obj)
 
 
 def _carry_version(form: Any) -> None:

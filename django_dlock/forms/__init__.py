@@ -29,7 +29,7 @@ from django_dlock.forms.differences import (
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, has_written, latest_version
+from django_dlock.version_field import has_had, has_written, holding_version, latest_version
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -358,7 +358,8 @@ class CheckedDeletion(_ModelFormSet):
         for form in self.initial_forms:
             if form.instance == obj:
                 form.require_known(obj, "delete")
-        super().delete_existing(obj, commit)
+        with holding_version(obj):
+            super().delete_existing(obj, commit)
 
 
 class BaseVersionedModelFormSet(VersionedForms, CheckedDeletion):

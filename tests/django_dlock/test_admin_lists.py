@@ -341,6 +341,19 @@ def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change(browse
     assert Ticket.objects.get().title == "theirs"
 
 
+def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change_in_between(browser, ticket, monkeypatch):
+    def delete(self, **options):
+        change(self, title="theirs")
+        self.refresh_from_db()
+        return VersionedMixin.delete(self, **options)
+
+    page = f"{TICKETS}{ticket.pk}/delete/"
+    sent = form(browser.get(page))
+    monkeypatch.setattr(Ticket, "delete", delete)
+    assert "Nothing was deleted" in text(browser.post(page, sent, follow=True))
+    assert Ticket.objects.exists()
+
+
 def test_object_is_deleted_after_its_admin_has_saved_it(browser, ticket, monkeypatch):
     def delete_model(self, request, obj):
         obj.notes = f"deleted by {request.user}"
