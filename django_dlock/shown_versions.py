@@ -10,7 +10,7 @@ from django.db.models import Model
 
 from django_dlock.connections import restore_on_rollback
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, is_undone, last_undo, read_version
+from django_dlock.version_field import has_had, is_undone, last_undo, read_version, row_key
 from dlock_core.extras import needed_by
 
 with needed_by("django_dlock.rest"):
@@ -106,7 +106,7 @@ class ShownVersions:
             return make(serializer, instance, *args, **named)
         seen = Shown(shown)
         if not self.is_full:
-            self._shown.setdefault(_row(shown), []).append(seen)
+            self._shown.setdefault(row_key(shown), []).append(seen)
             self._count += 1
         is_own = shown == unwrapped(getattr(serializer, "instance", None))  # It is the same row, perhaps read again.
         if is_own:
@@ -118,7 +118,7 @@ class ShownVersions:
 
     def of_row(self, instance: Model) -> list[Shown]:
         """Return what was shown of the row of an instance, as far as that is remembered."""
-        return self._shown.get(_row(instance), [])
+        return self._shown.get(row_key(instance), [])
 
     @property
     def is_full(self) -> bool:
@@ -203,10 +203,6 @@ def known_version(instance: Any) -> int | None:
         return read_version(instance)
     except ValueError:
         return None
-
-
-def _row(instance: Model) -> tuple[Any, Any]:
-    return instance._meta.concrete_model, instance.pk
 
 
 def _copied(data: Any) -> Any:

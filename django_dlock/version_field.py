@@ -38,6 +38,7 @@ __all__ = [
     "last_undo",
     "latest_version",
     "read_version",
+    "row_key",
 ]
 
 _FIRST_OWN: Final = "_dlock_first_own"
@@ -230,6 +231,11 @@ class VersionField(_BigIntegerField):
         former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _OWN_WRITES: writes}
         former |= {_UNDONE: True, _LAST_UNDO: object()}
         restore_on_rollback(instance, former, using=using)
+
+
+def row_key(instance: Any) -> tuple[type[models.Model], Any]:
+    """Return the same for all instances of a row, also those of a proxy of the model."""
+    return instance._meta.concrete_model, instance.pk
 
 
 def is_undone(instance: Any) -> bool:

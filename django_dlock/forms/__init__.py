@@ -29,7 +29,7 @@ from django_dlock.forms.differences import (
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import has_had, has_written, holding_version, latest_version
+from django_dlock.version_field import has_had, has_written, holding_version, latest_version, row_key
 from django_dlock.versions import VersionedMixin, read_version
 from dlock_core.observability.hooks import emit_conflict
 
@@ -117,7 +117,7 @@ class VersionedModelForm(_ModelForm):
             self.fields.pop(VERSION, None)
         else:
             self._version_read = self._version_checked = read_version(self.instance)
-            self._key = self._row_key(self.instance)
+            self._key = row_key(self.instance)
 
     # The version
 
@@ -233,15 +233,11 @@ class VersionedModelForm(_ModelForm):
 
     def require_known(self, instance: Any, action: str = "save") -> None:
         """Raise StaleObject if an instance of the form's row was read after a change that the form does not know."""
-        if self._is_addition or instance._state.adding or self._row_key(instance) != self._key:
+        if self._is_addition or instance._state.adding or row_key(instance) != self._key:
             return  # It is a copy, of which the form knows no version.
         if not self._knows(instance):
             found = latest_version(instance)
             raise emit_conflict(StaleObject(instance, expected=self._version_read, found=found, action=action))
-
-    @staticmethod
-    def _row_key(instance: Any) -> tuple[Any, Any]:
-        return instance._meta.concrete_model, instance.pk
 
     def _knows(self, instance: Any) -> bool:
         """Return whether only writes of the instance have changed the row, or it was read again after such a write.

@@ -148,7 +148,7 @@ PARTS: Final = {
             "sqla_dlock/versions/*.py",
         ),
         (
-            "tests/django_dlock/test_versions.py tests/django_dlock/test_versions_shapes.py",
+            "tests/django_dlock/test_versions.py tests/django_dlock/test_versions_shapes.py tests/django_dlock/test_own_delete.py",
             "tests/sqla_dlock/test_versions.py tests/sqla_dlock/test_versions_mapping.py",
             "tests/sqla_dlock/test_versions_sessions.py tests/sqla_dlock/test_versions_bulk.py",
             "tests/sqla_dlock/test_versions_expected.py tests/sqla_dlock/test_versions_undone.py",
@@ -166,7 +166,7 @@ PARTS: Final = {
         ),
         (
             "tests/django_dlock/test_rest.py tests/django_dlock/test_shown_versions.py tests/django_dlock/test_preconditions.py",
-            "tests/django_dlock/test_versions.py tests/django_dlock/test_forms.py",
+            "tests/django_dlock/test_versions.py tests/django_dlock/test_forms.py tests/django_dlock/test_own_delete.py",
         ),
     ),
 }
