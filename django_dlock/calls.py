@@ -7,6 +7,7 @@ counts as done by the flows that wait for it: it has their context, and hands it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow"]
 
 _calling: Final[ContextVar[tuple[_Wait, ...]]] = flow_variable("dlock_calling", ())
-"""The flows that will wait for the call that is about to begin."""
+"""The flows that wait for the call that this flow has made last, the nearest first."""
 
 _call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
 """The call in which this flow runs, or in which it was started."""
@@ -58,8 +59,7 @@ def calling() -> Iterator[None]:
     try:
         yield
     finally:
-        wait.is_over = True
-        _calling.set(())
+        wait.is_over = True  # No variable is set: a coroutine that was abandoned is closed in any flow.
 
 
 def begin_call() -> None:
@@ -77,11 +77,14 @@ def call_kept() -> Iterator[None]:
 
 
 def acts_for(flow: object) -> bool:
-    """Return whether this flow is that flow, or a call for which that flow waits."""
+    """Return whether this flow is that flow, or a call for which that flow waits, with all flows between the two."""
     if flow == current_flow():
         return True
     call = _call.get()
-    return call is not None and _is_in(call) and any(each.flow == flow and not each.is_over for each in call.waits)
+    if call is None or not _is_in(call):
+        return False
+    waiting = itertools.takewhile(lambda wait: not wait.is_over, call.waits)
+    return any(each.flow == flow for each in waiting)
 
 
 def current_flow() -> object:

@@ -24,6 +24,7 @@ from dlock_core.flow import FLOW_VARIABLES
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
+    from types import FrameType
 
 __all__ = ["keep_from_callers"]
 
@@ -97,9 +98,12 @@ class _HandBack:
         self._hand_back = hand_back
 
     def __call__(self, context: Context) -> None:
-        caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - documented by CPython
+        frame = sys._getframe(1)  # noqa: SLF001 - documented by CPython
+        caller = frame.f_code.co_name
         if caller == _TO_FUNCTION:
             self._hand_back(context)
+        elif _is_closing(frame):
+            pass  # The flow that made the call was abandoned. This may be any other flow, in which Python collects it.
         elif caller == _TO_COROUTINE:
             with changes_kept():
                 self._hand_back(context)
@@ -127,6 +131,14 @@ class _HandBack:
                 variable.set(value)
         for each in leases_of_context.get():
             each.note_returned()
+
+
+def _is_closing(frame: FrameType) -> bool:
+    """Return whether that is the frame of a coroutine that is being closed, without having come to its end."""
+    error = sys.exc_info()[1]  # Perhaps of another frame, which is handling its own.
+    if not isinstance(error, GeneratorExit) or error.__traceback__ is None:
+        return False
+    return error.__traceback__.tb_frame is frame
 
 
 def _is_entered(context: Context) -> bool:

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -476,6 +477,88 @@ async def test_function_for_which_its_caller_has_stopped_waiting_does_not_outliv
     await slow.finish()
     assert isinstance(slow.error, LeaseLost)
     await sync_to_async(write)(database)
+
+
+async def in_the_coroutine_that_has_stopped_waiting(lease, start, slow):
+    async def work():
+        await start
+        await lease.arelease()
+        await slow.finish()
+
+    await sync_to_async(async_to_sync(work))()
+
+
+async def in_the_function_that_calls_that_coroutine(lease, start, slow):
+    async def work():
+        await start
+
+    def release():
+        async_to_sync(work)()
+        lease.release()
+        async_to_sync(slow.finish)()
+
+    await sync_to_async(release)()
+
+
+@pytest.mark.parametrize(
+    "release", [in_the_coroutine_that_has_stopped_waiting, in_the_function_that_calls_that_coroutine]
+)
+async def test_function_does_not_outlive_the_lease_of_an_owner_that_waits_for_who_has_stopped_waiting_for_it(
+    database, store, release
+):
+    """A middleware takes the lock; the view, in a call of that, limits the time of a function and releases early."""
+    slow = Slow(database, "before")
+
+    def work(give_up):
+        give_up()
+        in_thread(slow, ())
+
+    lease = await order(database).aacquire()
+    await release(lease, until_it_waits_no_more(work), slow)
+    assert not is_held(store)
+    assert isinstance(slow.error, LeaseLost)
+    await sync_to_async(write)(database)
+
+
+def leave_a_task_in(coroutine_function):
+    """Stop an event loop whose task waits for a function, as a notebook does, and wait for the function's end."""
+    started, go_on, executor = threading.Event(), threading.Event(), ThreadPoolExecutor()
+
+    def function():
+        started.set()
+        go_on.wait(WITHIN)
+
+    async def main():
+        loop.set_default_executor(executor)
+        task = loop.create_task(coroutine_function(sync_to_async(function, thread_sensitive=False)))
+        await asyncio.to_thread(started.wait, WITHIN)
+        return [task]
+
+    loop = asyncio.new_event_loop()
+    tasks = loop.run_until_complete(main())
+    go_on.set()
+    executor.shutdown()  # It waits for the function.
+    loop.close()
+    return tasks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_coroutine_that_is_closed_late_gives_its_leases_to_nobody(database, store):
+    async def background(function):
+        async with lock("mail", 1, using=database):
+            await function()
+
+    def work():
+        tasks = leave_a_task_in(background)
+        with order(database) as lease:
+            tasks.clear()
+            gc.collect()
+            assert [each.held.name for each in current()] == [lease.name]
+            assert write(database) == lease.token
+        assert current() == []
+        write(database)
+
+    contextvars.Context().run(work)
 
 
 def test_function_goes_on_after_it_has_released_its_lease_in_a_copy_of_its_context(database, store):
