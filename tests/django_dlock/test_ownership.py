@@ -538,3 +538,38 @@ async def test_work_that_goes_on_is_refused_after_a_function_has_released_in_its
     with pytest.raises(LeaseLost):
         await task
     await sync_to_async(add)(database, "the owner's own")
+
+
+class Joined:
+    """A task of the owner's that has joined the lease until it may release it."""
+
+    def __init__(self, database):
+        self.database, self.joined, self.go_on = database, asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self.work())
+
+    async def work(self):
+        async with order(self.database, reentrant=True):
+            self.joined.set()
+            await self.go_on.wait()
+
+    async def finish(self):
+        self.go_on.set()
+        await self.task
+
+
+async def test_work_that_goes_on_is_refused_although_another_task_has_joined_after_the_owners_release(database, store):
+    lease = await order(database).aacquire()
+    first = Joined(database)
+    await first.joined.wait()
+    slow, copy = Slow(database, "before"), contextvars.copy_context()
+    working = start(slow)
+    await slow.wait_until_reached()
+    await lease.arelease()
+    second = copy.run(Joined, database)
+    await second.joined.wait()
+    await first.finish()
+    await second.finish()
+    assert not is_held(store)
+    await slow.finish()
+    with pytest.raises(LeaseLost):
+        await working
