@@ -19,9 +19,9 @@ from dlock_core.owner import in_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextvars import ContextVar
+    from contextvars import Context, ContextVar
 
-__all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow"]
+__all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow", "is_called_by", "returns_to_this_flow"]
 
 _calling: Final[ContextVar[tuple[_Wait, ...]]] = flow_variable("dlock_calling", ())
 """The flows that wait for the call that this flow has made last, the nearest first."""
@@ -53,9 +53,8 @@ class _Call:
 @contextmanager
 def calling() -> Iterator[None]:
     """Call a function or a coroutine through asgiref in the block."""
-    own, wait = _call.get(), _Wait(current_flow())
-    others = own.waits if own is not None and _is_in(own) else ()
-    _calling.set((wait, *others))
+    wait = _Wait(current_flow())
+    _calling.set((wait, *_waits()))
     try:
         yield
     finally:
@@ -78,13 +77,25 @@ def call_kept() -> Iterator[None]:
 
 def acts_for(flow: object) -> bool:
     """Return whether this flow is that flow, or a call for which that flow waits, with all flows between the two."""
-    if flow == current_flow():
-        return True
+    waiting = itertools.takewhile(lambda wait: not wait.is_over, _waits())
+    return flow == current_flow() or any(each.flow == flow for each in waiting)
+
+
+def is_called_by(flow: object) -> bool:
+    """Return whether this flow is that flow, or a call that it has made, even if it waits for the call no more."""
+    return flow == current_flow() or any(each.flow == flow for each in _waits())
+
+
+def returns_to_this_flow(context: Context) -> bool:
+    """Return whether this flow has made the call that has run in a context."""
+    call = context.get(_call)
+    return call is not None and any(each.flow == current_flow() for each in call.waits[:1])
+
+
+def _waits() -> tuple[_Wait, ...]:
+    """Return those for the call in which this flow runs, the nearest first."""
     call = _call.get()
-    if call is None or not _is_in(call):
-        return False
-    waiting = itertools.takewhile(lambda wait: not wait.is_over, call.waits)
-    return any(each.flow == flow for each in waiting)
+    return call.waits if call is not None and _is_in(call) else ()
 
 
 def current_flow() -> object:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
-from django_dlock.calls import acts_for, current_flow
+from django_dlock.calls import acts_for, current_flow, is_called_by
 from django_dlock.connections import open_in_thread
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import flow_variable
@@ -108,13 +108,18 @@ class Ownership:
         """Whether this flow is the owner, or the owner has called it and waits for it."""
         return acts_for(self._owner)
 
+    @property
+    def is_of_this_call(self) -> bool:
+        """Whether this flow is the owner, or the owner has called it: then it releases for the owner, however late."""
+        return is_called_by(self._owner)
+
     def handed_back(self) -> None:
         """Record that a function has returned to this flow, together with the lease that it has acquired."""
         self._owner = current_flow()
 
     def asks(self, handle: TiedLease) -> None:
         """Record that this flow asks for the release of a handle."""
-        if self.is_of_this_flow:
+        if self.is_of_this_call:
             self._asked = self._asked & self.tie.handles | {ref(handle)}
             if self.releases(handle):
                 self.depart()
@@ -127,7 +132,7 @@ class Ownership:
         others = handles - {own} - self._asked if handles else handles
         if others and not others.isdisjoint(self._joined_here()):
             return False
-        if not self.is_of_this_flow:
+        if not self.is_of_this_call:
             return False
         self.is_over = True
         return True

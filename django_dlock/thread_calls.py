@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asgiref import sync
 
-from django_dlock.calls import begin_call, call_kept, calling
+from django_dlock.calls import begin_call, call_kept, calling, returns_to_this_flow
 from django_dlock.ownership import changes_kept
 from django_dlock.tracker import leases_of_context
 from dlock_core.flow import FLOW_VARIABLES
@@ -24,7 +24,6 @@ from dlock_core.flow import FLOW_VARIABLES
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
-    from types import FrameType
 
 __all__ = ["keep_from_callers"]
 
@@ -98,12 +97,11 @@ class _HandBack:
         self._hand_back = hand_back
 
     def __call__(self, context: Context) -> None:
-        frame = sys._getframe(1)  # noqa: SLF001 - documented by CPython
-        caller = frame.f_code.co_name
+        caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - documented by CPython
         if caller == _TO_FUNCTION:
             self._hand_back(context)
-        elif _is_closing(frame):
-            pass  # The flow that made the call was abandoned. This may be any other flow, in which Python collects it.
+        elif isinstance(sys.exc_info()[1], GeneratorExit) and not returns_to_this_flow(context):
+            pass  # The flow that made the call was abandoned, and Python collects it in this one.
         elif caller == _TO_COROUTINE:
             with changes_kept():
                 self._hand_back(context)
@@ -131,14 +129,6 @@ class _HandBack:
                 variable.set(value)
         for each in leases_of_context.get():
             each.note_returned()
-
-
-def _is_closing(frame: FrameType) -> bool:
-    """Return whether that is the frame of a coroutine that is being closed, without having come to its end."""
-    error = sys.exc_info()[1]  # Perhaps of another frame, which is handling its own.
-    if not isinstance(error, GeneratorExit) or error.__traceback__ is None:
-        return False
-    return error.__traceback__.tb_frame is frame
 
 
 def _is_entered(context: Context) -> bool:

@@ -520,6 +520,85 @@ async def test_function_does_not_outlive_the_lease_of_an_owner_that_waits_for_wh
     await sync_to_async(write)(database)
 
 
+async def limited_by_the_owner(start):
+    await start
+
+
+async def limited_in_a_call_of_the_owner(start):
+    await sync_to_async(async_to_sync(limited_by_the_owner))(start)
+
+
+async def limited_two_calls_further_in(start):
+    await sync_to_async(async_to_sync(limited_in_a_call_of_the_owner))(start)
+
+
+@pytest.mark.parametrize(
+    "limited", [limited_by_the_owner, limited_in_a_call_of_the_owner, limited_two_calls_further_in]
+)
+@pytest.mark.parametrize("other", ["task", "function"])
+async def test_work_is_refused_after_a_function_for_which_nobody_waits_has_released_the_lease(
+    database, store, limited, other
+):
+    """A service releases in its `finally`, after the time limit of the view that has called it."""
+    slow, late, over = Slow(database, "before"), threading.Event(), threading.Event()
+
+    def service(give_up):
+        try:
+            give_up()
+            late.wait(WITHIN)
+        finally:
+            lease.release()
+            over.set()
+
+    def work(give_up):
+        give_up()
+        in_thread(slow, ())
+
+    lease = await order(database).aacquire()
+    started = asyncio.create_task(sync_to_async(slow, thread_sensitive=False)()) if other == "task" else None
+    if started is None:
+        await limited(until_it_waits_no_more(work))
+    await slow.wait_until_reached()
+    await limited(until_it_waits_no_more(service))
+    late.set()
+    await asyncio.to_thread(over.wait, WITHIN)
+    assert not is_held(store)
+    await slow.finish()
+    if started is not None:
+        await asyncio.gather(started, return_exceptions=True)
+    assert isinstance(slow.error, LeaseLost)
+    await sync_to_async(write)(database)
+
+
+async def test_coroutine_that_its_own_task_closes_hands_the_lease_of_its_function_back(database, store):
+    leases, has_acquired = [], threading.Event()
+
+    def acquire():
+        leases.append(in_thread(order(database).acquire, ()))
+        has_acquired.set()
+
+    coroutine = sync_to_async(acquire, thread_sensitive=False)()
+    future = coroutine.send(None)
+    has_acquired.wait(WITHIN)
+    await auntil(future.done)
+    coroutine.close()
+    assert await sync_to_async(write)(database) == leases[0].token
+    await leases[0].arelease()
+    assert current() == []
+
+
+async def test_function_that_raises_generator_exit_hands_its_lease_back(database, store):
+    def acquire():
+        leases.append(order(database).acquire())
+        raise GeneratorExit
+
+    leases = []
+    with pytest.raises(GeneratorExit):
+        await sync_to_async(acquire)()
+    assert await sync_to_async(write)(database) == leases[0].token
+    await leases[0].arelease()
+
+
 def leave_a_task_in(coroutine_function):
     """Stop an event loop whose task waits for a function, as a notebook does, and wait for the function's end."""
     started, go_on, executor = threading.Event(), threading.Event(), ThreadPoolExecutor()
