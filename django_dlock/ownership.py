@@ -125,7 +125,10 @@ class Ownership:
                 self.depart()
 
     def releases(self, handle: TiedLease) -> bool:
-        """Return whether the owner needs the lease no more, apart from this handle, which this flow releases for it."""
+        """Return whether this flow releases the lease with this handle for its owner, who needs it no more.
+
+        Not if the owner has released it before, and stopped waiting for this flow: that may have no lease any more.
+        """
         handles, own = self.tie.handles, ref(handle)
         if self._first in handles and self._first != own and self._first not in self._asked:
             return False
@@ -134,8 +137,8 @@ class Ownership:
             return False
         if not self.is_of_this_call:
             return False
-        self.is_over = True
-        return True
+        was_over, self.is_over = self.is_over, True
+        return not was_over or self.is_of_this_flow
 
     def _joined_here(self) -> set[ref[TiedLease]]:
         return {known for each, known in _joined.get() if each is self}

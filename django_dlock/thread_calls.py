@@ -100,12 +100,12 @@ class _HandBack:
         caller = sys._getframe(1).f_code.co_name  # noqa: SLF001 - documented by CPython
         if caller == _TO_FUNCTION:
             self._hand_back(context)
-        elif isinstance(sys.exc_info()[1], GeneratorExit) and not returns_to_this_flow(context):
-            pass  # The flow that made the call was abandoned, and Python collects it in this one.
         elif caller == _TO_COROUTINE:
             with changes_kept():
                 self._hand_back(context)
             begin_call()
+        elif isinstance(sys.exc_info()[1], GeneratorExit) and not returns_to_this_flow(context):
+            pass  # The flow that made the call was abandoned, and Python collects it in this one.
         elif sys.exc_info()[0] is None or not _is_entered(context):  # With no exception on its way, it has returned.
             self._hand_back_of_returned(context)
         else:

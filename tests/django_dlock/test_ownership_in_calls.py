@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connections
 from django.db.models import F
 from django.db.transaction import atomic
 from django.http import HttpResponse
@@ -568,6 +569,55 @@ async def test_work_is_refused_after_a_function_for_which_nobody_waits_has_relea
         await asyncio.gather(started, return_exceptions=True)
     assert isinstance(slow.error, LeaseLost)
     await sync_to_async(write)(database)
+
+
+@pytest.mark.parametrize("limited", [limited_by_the_owner, limited_in_a_call_of_the_owner])
+async def test_function_for_which_nobody_waits_is_refused_after_it_was_the_last_to_leave_a_block(
+    database, store, limited
+):
+    slow = Slow(database, "before")
+
+    def work(give_up):
+        give_up()
+        with order(database, reentrant=True):
+            joined.set()
+            go_on.wait(WITHIN)
+            write(database)
+        in_thread(slow, ())
+
+    joined, go_on = threading.Event(), threading.Event()
+    async with order(database):
+        await limited(until_it_waits_no_more(work))
+        await asyncio.to_thread(joined.wait, WITHIN)
+    go_on.set()
+    await slow.wait_until_reached()
+    assert not is_held(store)
+    await slow.finish()
+    assert isinstance(slow.error, LeaseLost)
+    await sync_to_async(write)(database)
+
+
+def test_calls_in_an_event_loop_that_a_closing_generator_runs_are_calls_like_any_other(database, store):
+    async def innermost():
+        return await sync_to_async(write)(database)
+
+    async def cleanup():
+        async with order(database) as lease:
+            written.append(await sync_to_async(async_to_sync(innermost))() == lease.token)
+        await sync_to_async(connections.close_all)()
+
+    def generator():
+        try:
+            yield
+        finally:
+            asyncio.run(cleanup())
+
+    written = []
+    for _ in generator():
+        break
+    gc.collect()
+    assert written == [True]
+    assert current() == []
 
 
 async def test_coroutine_that_its_own_task_closes_hands_the_lease_of_its_function_back(database, store):
