@@ -24,7 +24,7 @@ from django_dlock.middleware import LockMiddleware
 from django_dlock.models import Fence
 from django_dlock.tie import current
 from dlock_core.runtime import ASYNCIO
-from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order
+from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order, until_it_waits_no_more
 from tests.leases import is_held
 from tests.waiting import WITHIN, auntil
 
@@ -430,18 +430,6 @@ async def test_work_is_refused_as_soon_as_a_coroutine_has_released_the_lease_of_
 def suppressed(slow):
     with contextlib.suppress(LeaseLost):
         slow()
-
-
-async def until_it_waits_no_more(function, *args):
-    """Call a function in a thread, and stop waiting for it when it calls its first argument."""
-    loop = asyncio.get_running_loop()
-
-    def give_up():
-        loop.call_soon_threadsafe(limit.reschedule, loop.time())
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(None) as limit:
-            await sync_to_async(function, thread_sensitive=False)(give_up, *args)
 
 
 async def test_work_is_refused_after_a_function_has_released_although_its_caller_stops_waiting_for_it(database, store):

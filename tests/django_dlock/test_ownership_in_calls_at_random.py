@@ -13,7 +13,7 @@ from django.db.transaction import atomic
 
 from django_dlock.errors import LeaseLost
 from django_dlock.tie import current
-from tests.django_dlock.thread_work import add, in_database, in_thread, order
+from tests.django_dlock.thread_work import add, in_database, in_thread, order, until_it_waits_no_more
 from tests.leases import is_held
 from tests.waiting import WITHIN
 
@@ -29,21 +29,21 @@ numbers = itertools.count()
 
 
 class Work:
-    """A thread with a copy of the context in which it was started, which writes when it may go on."""
+    """A function, in a thread with a copy of the context in which it was started, that writes when it may go on."""
 
     def __init__(self, database, *, is_under):
-        self.is_under = is_under
-        self.go_on, self.error = threading.Event(), None
-        run = contextvars.copy_context().run
-        self.thread = threading.Thread(target=run, args=(in_thread, self.work, (database,)))
-        self.thread.start()
+        self.database, self.is_under = database, is_under
+        self.go_on, self.over, self.error = threading.Event(), threading.Event(), None
 
-    def work(self, database):
-        self.go_on.wait(WITHIN)
+    def __call__(self, give_up=lambda: None):
+        give_up()
         try:
-            add(database, f"{next(numbers)}")
+            self.go_on.wait(WITHIN)
+            in_thread(add, (self.database, f"{next(numbers)}"))
         except LeaseLost as error:
             self.error = error
+        finally:
+            self.over.set()
 
 
 async def shielded(lease):
@@ -57,12 +57,13 @@ async def plainly(lease):
 class Program:
     """One flow of control, in which functions and coroutines acquire, join, start work and release in any order."""
 
-    def __init__(self, database, store, chance):
+    def __init__(self, database, store, chance, *, has_transaction=False):
         self.database, self.store, self.chance = database, store, chance
+        self.has_transaction = has_transaction
         self.handles, self.released, self.works, self.was_held = [], [], [], False
 
     def steps(self):
-        kinds = ["acquire", "release", "release", "again", "work", "write", "call", "call"]
+        kinds = ["acquire", "release", "release", "again", "work", "write", "call", "call", "give up", "release late"]
         return self.chance.choices(kinds, k=self.chance.randint(1, MAX_STEPS))
 
     def pop(self):
@@ -98,6 +99,10 @@ class Program:
                 await sync_to_async(self.writes)()
             elif kind == "call" and depth < MAX_DEPTH:
                 await sync_to_async(self.function)(depth + 1)
+            elif kind == "give up":
+                await until_it_waits_no_more(self.new_work())
+            elif kind == "release late" and self.handles and not self.has_transaction:
+                await self.coroutine_gives_up_a_release(self.pop())
 
     def function_acquires(self):
         wanted = order(self.database, reentrant=True, wait=0)
@@ -119,8 +124,32 @@ class Program:
         ways += [lambda each: sync_to_async(each.release)(), lambda each: sync_to_async(async_to_sync(each.arelease))()]
         await self.chance.choice(ways)(lease)
 
+    async def coroutine_gives_up_a_release(self, lease):
+        """Stop waiting for a function before it releases, as in its `finally`.
+
+        Not in a transaction, which keeps the lease: its flow is not told before COMMIT.
+        """
+        go_on, over = threading.Event(), threading.Event()
+
+        def release(give_up):
+            try:
+                give_up()
+                go_on.wait(WITHIN)
+                lease.release()
+            finally:
+                over.set()
+
+        await until_it_waits_no_more(release)
+        go_on.set()
+        await asyncio.to_thread(over.wait, WITHIN)
+        await sync_to_async(self.writes)()  # Only its next call tells this flow of the release.
+
     def starts_work(self):
+        threading.Thread(target=contextvars.copy_context().run, args=(self.new_work(),)).start()
+
+    def new_work(self):
         self.works.append(Work(self.database, is_under=bool(self.handles)))
+        return self.works[-1]
 
     def writes(self):
         token = add(self.database, f"{next(numbers)}")
@@ -130,7 +159,7 @@ class Program:
         """Let the work go on, and return whether exactly that was refused which was started under a lease."""
         for each in self.works:
             each.go_on.set()
-            each.thread.join(WITHIN)
+            each.over.wait(WITHIN)
         return [each.error is not None for each in self.works] == [each.is_under for each in self.works]
 
 
@@ -164,6 +193,6 @@ async def test_work_is_refused_if_it_was_started_under_a_lease_of_any_function(d
         assert current() == []
         program.writes()
 
-    program = Program(database, store, random.Random(seed))
+    program = Program(database, store, random.Random(seed), has_transaction=has_transaction)
     await in_database(whole)
     assert await asyncio.to_thread(program.end)

@@ -1,8 +1,11 @@
 """Work in threads and tasks that the tests of asyncio stop and let go on."""
 
 import asyncio
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+from asgiref.sync import sync_to_async
 from django.db import connections
 from django.db.transaction import atomic
 
@@ -10,6 +13,9 @@ from django_dlock import lock
 from django_dlock.models import Fence
 from tests.testapp.models import Counter
 from tests.waiting import WITHIN
+
+_GIVEN_UP = ThreadPoolExecutor(50)
+"""The threads of functions that were given up: an event loop would wait for those of its own before it closes."""
 
 
 def order(database, **options):
@@ -80,6 +86,18 @@ def locking(slow, **options):
 
 async def in_database(function, *args):
     return await asyncio.to_thread(in_thread, function, args)
+
+
+async def until_it_waits_no_more(function, *args):
+    """Call a function in a thread, and stop waiting for it when it calls its first argument."""
+    loop = asyncio.get_running_loop()
+
+    def give_up():
+        loop.call_soon_threadsafe(limit.reschedule, loop.time())
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            await sync_to_async(function, thread_sensitive=False, executor=_GIVEN_UP)(give_up, *args)
 
 
 def in_thread(function, args):
