@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["acts_for", "begin_call", "call_kept", "calling", "current_flow", "is_called_by", "returns_to_this_flow"]
 
 _calling: Final[ContextVar[tuple[_Wait, ...]]] = flow_variable("dlock_calling", ())
-"""The flows that wait for the call that this flow has made last, the nearest first."""
+"""The flows that will wait for the call that is about to begin, the nearest first."""
 
 _call: Final[ContextVar[_Call | None]] = flow_variable("dlock_call", None)
 """The call in which this flow runs, or in which it was started."""
@@ -58,7 +58,9 @@ def calling() -> Iterator[None]:
     try:
         yield
     finally:
-        wait.is_over = True  # No variable is set: a coroutine that was abandoned is closed in any flow.
+        wait.is_over = True
+        if wait.flow == current_flow():  # A coroutine that was abandoned is closed in any flow.
+            _calling.set(())
 
 
 def begin_call() -> None:

@@ -125,9 +125,10 @@ class Ownership:
                 self.depart()
 
     def releases(self, handle: TiedLease) -> bool:
-        """Return whether this flow releases the lease with this handle for its owner, who needs it no more.
+        """Return whether the owner needs the lease no more, apart from this handle, which this flow releases for it.
 
-        Not if the owner has released it before, and stopped waiting for this flow: that may have no lease any more.
+        A call for which the owner has stopped waiting may release the last handle, too, so that copies are refused
+        afterwards. But it is one of them itself: it does not know what the owner has joined since.
         """
         handles, own = self.tie.handles, ref(handle)
         if self._first in handles and self._first != own and self._first not in self._asked:
@@ -135,10 +136,9 @@ class Ownership:
         others = handles - {own} - self._asked if handles else handles
         if others and not others.isdisjoint(self._joined_here()):
             return False
-        if not self.is_of_this_call:
-            return False
-        was_over, self.is_over = self.is_over, True
-        return not was_over or self.is_of_this_flow
+        if self.is_of_this_call:
+            self.is_over = True
+        return self.is_of_this_flow
 
     def _joined_here(self) -> set[ref[TiedLease]]:
         return {known for each, known in _joined.get() if each is self}

@@ -585,6 +585,82 @@ async def test_function_for_which_nobody_waits_is_refused_after_it_was_the_last_
     await sync_to_async(write)(database)
 
 
+async def joined_again_by_a_task(database, leave):
+    lease = await order(database).aacquire()
+    await leave.give_up()
+    again = await order(database, reentrant=True).aacquire()
+    await lease.arelease()
+    await leave.finish()
+    await again.arelease()
+
+
+async def joined_again_in_a_transaction(database, leave):
+    def view():
+        with atomic(database):
+            with order(database):
+                async_to_sync(leave.give_up)()
+            with order(database, reentrant=True):
+                async_to_sync(leave.finish)()
+
+    await sync_to_async(view)()
+
+
+class Leave:
+    """A function that is given up inside a block that it has joined, leaves it later, and then writes."""
+
+    def __init__(self, database, release):
+        self.database, self.release = database, release
+        self.joined, self.go_on, self.left = threading.Event(), threading.Event(), threading.Event()
+        self.slow = Slow(database, "before")
+
+    async def give_up(self):
+        await until_it_waits_no_more(self)
+        await asyncio.to_thread(self.joined.wait, WITHIN)
+
+    def __call__(self, give_up):
+        give_up()
+        lease = order(self.database, reentrant=True).acquire()
+        self.joined.set()
+        self.go_on.wait(WITHIN)
+        self.release(lease)
+        self.left.set()
+        in_thread(self.slow, ())
+
+    async def finish(self):
+        self.go_on.set()
+        await asyncio.to_thread(self.left.wait, WITHIN)
+
+
+@pytest.mark.parametrize("owner", [joined_again_by_a_task, joined_again_in_a_transaction])
+@pytest.mark.parametrize(
+    "release",
+    [lambda lease: lease.release(), lambda lease: async_to_sync(lease.arelease)()],
+    ids=["function", "coroutine"],
+)
+async def test_function_for_which_nobody_waits_is_refused_after_an_owner_that_has_joined_again(
+    database, store, owner, release
+):
+    leave = Leave(database, release)
+    await owner(database, leave)
+    assert not is_held(store)
+    await leave.slow.finish()
+    assert isinstance(leave.slow.error, LeaseLost)
+    await sync_to_async(write)(database)
+
+
+async def test_function_in_a_copy_of_a_context_is_no_call_of_the_flow_that_the_context_is_from(database, store):
+    """asgiref's `context=`; a function that this flow had called, and that has returned, says nothing about it."""
+    slow, lease = Slow(database, "before"), await order(database).aacquire()
+    await sync_to_async(write)(database)
+    copy = contextvars.copy_context()
+    working = asyncio.create_task(sync_to_async(slow, thread_sensitive=False)())
+    await slow.wait_until_reached()
+    await asyncio.create_task(sync_to_async(lease.release, thread_sensitive=False, context=copy)())
+    assert not is_held(store)
+    await slow.finish()
+    await working
+
+
 def test_calls_in_an_event_loop_that_a_closing_generator_runs_are_calls_like_any_other(database, store):
     async def innermost():
         return await sync_to_async(write)(database)
