@@ -46,6 +46,28 @@ class Work:
             self.over.set()
 
 
+class Joined(Work):
+    """The same in a block that it joins, which it leaves when it may."""
+
+    def __init__(self, database, release):
+        super().__init__(database, is_under=True)
+        self.release = release
+        self.joined, self.may_leave, self.left = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, give_up=lambda: None):
+        give_up()
+        lease = order(self.database, reentrant=True, wait=0).acquire()
+        self.joined.set()
+        self.may_leave.wait(WITHIN)
+        self.release(lease)
+        self.left.set()
+        super().__call__()
+
+    def leave(self):
+        self.may_leave.set()
+        self.left.wait(WITHIN)
+
+
 async def shielded(lease):
     await asyncio.shield(lease.arelease())
 
@@ -60,10 +82,11 @@ class Program:
     def __init__(self, database, store, chance, *, has_transaction=False):
         self.database, self.store, self.chance = database, store, chance
         self.has_transaction = has_transaction
-        self.handles, self.released, self.works, self.was_held = [], [], [], False
+        self.handles, self.released, self.works, self.joined, self.was_held = [], [], [], [], False
 
     def steps(self):
-        kinds = ["acquire", "release", "release", "again", "work", "write", "call", "call", "give up", "release late"]
+        kinds = ["acquire", "release", "release", "again", "work", "write", "call", "call", "leave"]
+        kinds += ["give up", "release late", "give up what joins"]
         return self.chance.choices(kinds, k=self.chance.randint(1, MAX_STEPS))
 
     def pop(self):
@@ -72,7 +95,7 @@ class Program:
 
     def function(self, depth=0):
         for kind in self.steps():
-            if kind == "acquire":
+            if kind == "acquire" and self.may_acquire:
                 self.function_acquires()
             elif kind == "release" and self.handles:
                 self.function_releases(self.pop())
@@ -82,12 +105,14 @@ class Program:
                 self.starts_work()
             elif kind == "write":
                 self.writes()
+            elif kind == "leave" and self.joined:
+                self.joined.pop().leave()
             elif kind == "call" and depth < MAX_DEPTH:
                 async_to_sync(self.coroutine)(depth + 1)
 
     async def coroutine(self, depth=0):
         for kind in self.steps():
-            if kind == "acquire":
+            if kind == "acquire" and self.may_acquire:
                 await self.coroutine_acquires()
             elif kind == "release" and self.handles:
                 await self.coroutine_releases(self.pop())
@@ -99,10 +124,18 @@ class Program:
                 await sync_to_async(self.writes)()
             elif kind == "call" and depth < MAX_DEPTH:
                 await sync_to_async(self.function)(depth + 1)
-            elif kind == "give up":
-                await until_it_waits_no_more(self.new_work())
-            elif kind == "release late" and self.handles and not self.has_transaction:
-                await self.coroutine_gives_up_a_release(self.pop())
+            elif kind == "leave" and self.joined:
+                await asyncio.to_thread(self.joined.pop().leave)
+            else:
+                await self.coroutine_gives_up(kind)
+
+    async def coroutine_gives_up(self, kind):
+        if kind == "give up":
+            await until_it_waits_no_more(self.new_work())
+        elif kind == "give up what joins" and self.handles:
+            await self.coroutine_gives_up_what_joins()
+        elif kind == "release late" and self.handles and not (self.has_transaction or self.joined):
+            await self.coroutine_gives_up_a_release(self.pop())
 
     def function_acquires(self):
         wanted = order(self.database, reentrant=True, wait=0)
@@ -127,7 +160,7 @@ class Program:
     async def coroutine_gives_up_a_release(self, lease):
         """Stop waiting for a function before it releases, as in its `finally`.
 
-        Not in a transaction, which keeps the lease: its flow is not told before COMMIT.
+        Not while a transaction or others keep the lease: this flow is not told before it is over.
         """
         go_on, over = threading.Event(), threading.Event()
 
@@ -144,6 +177,19 @@ class Program:
         await asyncio.to_thread(over.wait, WITHIN)
         await sync_to_async(self.writes)()  # Only its next call tells this flow of the release.
 
+    async def coroutine_gives_up_what_joins(self):
+        release = self.chance.choice([lambda lease: lease.release(), lambda lease: async_to_sync(lease.arelease)()])
+        joined = Joined(self.database, release)
+        self.works.append(joined)
+        self.joined.append(joined)
+        await until_it_waits_no_more(joined)
+        await asyncio.to_thread(joined.joined.wait, WITHIN)
+
+    @property
+    def may_acquire(self):
+        """Whether others do not have the lease alone: who has released it would wait for them like anybody else."""
+        return self.handles or not self.joined
+
     def starts_work(self):
         threading.Thread(target=contextvars.copy_context().run, args=(self.new_work(),)).start()
 
@@ -154,6 +200,10 @@ class Program:
     def writes(self):
         token = add(self.database, f"{next(numbers)}")
         assert not self.handles or token == self.handles[-1].token
+
+    def leave_all(self):
+        while self.joined:
+            self.joined.pop().leave()
 
     def end(self):
         """Let the work go on, and return whether exactly that was refused which was started under a lease."""
@@ -170,6 +220,7 @@ async def test_work_is_refused_if_it_was_started_under_a_lease_of_any_coroutine(
         await program.coroutine()
         while program.handles:
             await program.coroutine_releases(program.pop())
+        await asyncio.to_thread(program.leave_all)
         assert current() == []
         assert not is_held(store)
         await sync_to_async(program.writes)()
@@ -188,7 +239,8 @@ async def test_work_is_refused_if_it_was_started_under_a_lease_of_any_function(d
             program.function()
             while program.handles:
                 program.function_releases(program.pop())
-            assert is_held(store) == (has_transaction and program.was_held)
+            assert is_held(store) == (has_transaction and program.was_held) or program.joined
+        program.leave_all()
         assert not is_held(store)
         assert current() == []
         program.writes()
