@@ -509,6 +509,23 @@ async def test_function_does_not_outlive_the_lease_of_an_owner_that_waits_for_wh
     await sync_to_async(write)(database)
 
 
+async def test_thread_that_a_called_function_has_started_does_not_outlive_the_lease(database, store):
+    slow = Slow(database, "before")
+
+    def function():
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(suppressed, slow))
+        thread.start()
+        slow.reached.wait(WITHIN)
+        lease.release()
+        slow.go_on.set()
+        thread.join(WITHIN)
+
+    lease = await order(database).aacquire()
+    await sync_to_async(function)()
+    assert isinstance(slow.error, LeaseLost)
+    await sync_to_async(write)(database)
+
+
 async def limited_by_the_owner(start):
     await start
 
