@@ -33,15 +33,15 @@ GONE_WITHIN_S: Final = 20.0
 
 @dataclass
 class Measured:
-    """The time that exceeds its promise most, or comes closest, and that promise."""
+    """The time that exceeds its bound most, or comes closest, and that bound."""
 
     seconds: float = 0.0
-    promise: float = 0.0
+    bound: float = 0.0
     where: str = ""
 
-    def note(self, seconds: float, promise: float, where: str) -> None:
-        if seconds - promise > self.seconds - self.promise or not self.where:
-            self.seconds, self.promise, self.where = seconds, promise, where
+    def note(self, seconds: float, bound: float, where: str) -> None:
+        if seconds - bound > self.seconds - self.bound or not self.where:
+            self.seconds, self.bound, self.where = seconds, bound, where
 
 
 @dataclass
@@ -110,11 +110,11 @@ class Probes:
 
     def _get(self, backend: Backend, name: str, what: str, since: float, store: str) -> None:
         """Acquire a lock that must be free within the promised time, and release it."""
-        promise = STORES[store].held_after_death
+        bound = STORES[store].held_after_death + GRACE_S
         self.counts[what] = self.counts.get(what, 0) + 1
         try:
-            with Lock(backend, name, ttl=STORES[store].ttl, wait=promise + GRACE_S):
-                self.longest.setdefault(f"{what}, {store}", Measured()).note(now() - since, promise, name)
+            with Lock(backend, name, ttl=STORES[store].ttl, wait=bound):
+                self.longest.setdefault(f"{what}, {store}", Measured()).note(now() - since, bound, name)
         except LeaseLost:
             pass  # it was acquired, and then this process stood still for longer than the ttl
         except DLockError as error:

@@ -58,7 +58,7 @@ class Report:
         ]
         found += ["errors: " + ", ".join(f"{name} {times}" for name, times in self.errors.most_common(14))]
         for what, one in sorted(self.longest.items()):
-            found.append(f"longest {what}: {one.seconds:.2f} s ({one.where}; bound {one.promise:.1f} s)")
+            found.append(f"longest {what}: {one.seconds:.2f} s ({one.where}; bound {one.bound:.1f} s)")
         found += [f"{what}: {times}" for what, times in sorted(self.counts.items())]
         found += [f"fault that failed: {failure}" for failure in self.failures]
         return [*found, *self._judgement()]
