@@ -79,8 +79,10 @@ def call_kept() -> Iterator[None]:
 
 def acts_for(flow: object) -> bool:
     """Return whether this flow is that flow, or a call for which that flow waits, with all flows between the two."""
+    if flow == current_flow():
+        return True
     waiting = itertools.takewhile(lambda wait: not wait.is_over, _waits())
-    return flow == current_flow() or any(each.flow == flow for each in waiting)
+    return any(each.flow == flow for each in waiting)
 
 
 def is_called_by(flow: object) -> bool:
@@ -91,7 +93,7 @@ def is_called_by(flow: object) -> bool:
 def returns_to_this_flow(context: Context) -> bool:
     """Return whether this flow has made the call that has run in a context."""
     call = context.get(_call)
-    return call is not None and any(each.flow == current_flow() for each in call.waits[:1])
+    return call is not None and bool(call.waits) and call.waits[0].flow == current_flow()
 
 
 def _waits() -> tuple[_Wait, ...]:
