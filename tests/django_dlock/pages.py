@@ -1,4 +1,4 @@
-"""The form that a browser would send from a page."""
+"""What a browser would send from a page."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -58,3 +58,9 @@ def form(response: Any, which: int = -1, **changes: Any) -> dict[str, Any]:
         if reader.sent:
             break
     return {**reader.sent, **changes}
+
+
+def sent_by(formset: Any, **changes: Any) -> dict[str, Any]:
+    """Return what the page of a formset sends after these changes."""
+    data = {bound.html_name: bound.value() or "" for each in (formset.management_form, *formset) for bound in each}
+    return data | changes

@@ -21,7 +21,7 @@ from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import VersionField
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import DeleteTicket, EditPlain, EditTicket, TicketForm, site
-from tests.django_dlock.pages import form
+from tests.django_dlock.pages import form, sent_by
 from tests.testapp.models import Step, Tag, Ticket
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
@@ -627,11 +627,6 @@ Tickets = modelformset_factory(
 Steps = inlineformset_factory(
     Ticket, Step, form=VersionedModelForm, formset=BaseVersionedInlineFormSet, fields=["text"], extra=0
 )
-
-
-def sent_by(formset, **changes):
-    data = {bound.html_name: bound.value() or "" for form in [formset.management_form, *formset] for bound in form}
-    return data | changes
 
 
 def test_formset_guards_each_row(ticket):

@@ -12,7 +12,7 @@ from django_dlock.rest import PreconditionMixin
 from django_dlock.versions import VersionedMixin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import DeleteTicket
-from tests.django_dlock.pages import form
+from tests.django_dlock.pages import form, sent_by
 from tests.django_dlock.rest_views import send
 from tests.testapp.models import Ticket
 
@@ -62,8 +62,7 @@ def by_async_method(ticket, rf):
 
 
 def by_formset(ticket, rf):
-    data = {bound.html_name: bound.value() or "" for each in (Tickets().management_form, *Tickets()) for bound in each}
-    formset = Tickets(data | {"form-0-DELETE": "on"})
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
     assert formset.is_valid()
     formset.save()
 
