@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -573,3 +574,20 @@ async def test_work_that_goes_on_is_refused_although_another_task_has_joined_aft
     await slow.finish()
     with pytest.raises(LeaseLost):
         await working
+
+
+def release_the_others(dropped):
+    handles = [lock("order", 1, reentrant=True).acquire() for _ in range(3)]
+    cycle = [handles.pop(dropped)]
+    cycle.append(cycle)  # As with an error's traceback: the references to the handle die before it is finalized.
+    del cycle
+    gc.collect()
+    for handle in handles:
+        handle.release()
+    assert not leases_of_context.get()
+
+
+@pytest.mark.parametrize("dropped", range(3))
+def test_lease_is_released_although_one_of_its_handles_was_dropped(store, dropped):
+    contextvars.Context().run(release_the_others, dropped)  # Outside of a request, nothing keeps the handle.
+    assert not is_held(store, "order:1")
