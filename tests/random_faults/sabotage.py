@@ -319,7 +319,10 @@ def work_outlives_block(config: dict[str, Any]) -> None:
 
     sections.ALONE, attempt.MANNERS, attempt.RETRY_RATE = (sections.add,), ("left early",), 0.0  # type: ignore[misc]
     if (tied := _tied_databases()) is not None:
+        from tests.random_faults import django_clients
+
         tied.is_left = property(lambda _: False, lambda *_: None)
+        django_clients.MAX_PATIENCE_S = 0.0  # type: ignore[misc]
 
 
 def _tied_databases() -> Any:

@@ -32,6 +32,7 @@ FOUND = {
     "committed-though-repeated": "done twice",
     "half-repeated": "done twice",
     "stale-columns-saved": "fence that went back",
+    "work-outlives-block": "fence that went back",
 }
 WRONG_DATA = ("lost update", "order with two ends", "done twice", "committed though refused", "out of token order")
 
