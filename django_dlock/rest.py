@@ -25,8 +25,8 @@ from django_dlock.shown_versions import (
     version_now,
     version_written,
 )
-from django_dlock.version_field import SentVersion, has_had, holding_version, latest_version
-from django_dlock.versions import read_version
+from django_dlock.version_field import SentVersion, has_had, latest_version
+from django_dlock.versions import guarding_delete, read_version
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.web.preconditions import READ_METHODS
@@ -210,7 +210,7 @@ class PreconditionMixin(_View):
         """Delete the object that was checked; raises TypeError for another object."""
         self._require_checked(instance)
         # Without a tag, the object's own delete() may decide by what it reads.
-        with holding_version(unwrapped(instance)) if self._dlock_has_tag() else nullcontext():
+        with guarding_delete(unwrapped(instance)) if self._dlock_has_tag() else nullcontext():
             super().perform_destroy(instance)  # type: ignore[misc]
 
     def handle_exception(self, exc: Any) -> Any:

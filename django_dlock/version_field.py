@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import models
@@ -19,7 +18,7 @@ from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     _BigIntegerField = models.BigIntegerField[int, int]
 else:
@@ -33,7 +32,6 @@ __all__ = [
     "VersionField",
     "has_had",
     "has_written",
-    "holding_version",
     "is_undone",
     "last_undo",
     "latest_version",
@@ -55,8 +53,6 @@ _UNDONE: Final = "_dlock_undone"
 """Attribute of an instance that a write had changed which was rolled back: its values are not those of the row."""
 PARTIAL: Final = "_dlock_partial"
 """Attribute of an instance during a save that does not write all of its values."""
-_HELD_VERSION: Final = "_dlock_held_version"
-"""Attribute of an instance inside `holding_version`: the version that it had when that began."""
 READ_VERSION: Final = "_dlock_read"
 """Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
@@ -198,14 +194,11 @@ class VersionField(_BigIntegerField):
         """Return the version that the row must have; raise StaleObject if the caller assigned another than was read.
 
         A greater one as well: the instance, which may come from a lagging replica, is older than what the caller saw.
-        Raise it also for an instance that was read again inside `holding_version`, after others had changed the row.
         """
-        number, values = self.read_version(instance), vars(instance)
-        read = values.get(READ_VERSION, number)
+        number = self.read_version(instance)
+        read = vars(instance).get(READ_VERSION, number)
         if read != number:
             raise emit_conflict(StaleObject(instance, expected=number, found=read, action=action))
-        if _HELD_VERSION in values and not has_had(instance, values[_HELD_VERSION]):
-            raise emit_conflict(StaleObject(instance, expected=values[_HELD_VERSION], found=read, action=action))
         return number
 
     def mark_read(self, instance: Any, fields: Collection[str]) -> None:
@@ -252,24 +245,6 @@ def has_had(instance: Any, version: int) -> bool:
     """Return whether an instance has this version, or had it before writes that were all its own."""
     current = latest_version(instance)
     return isinstance(current, int) and vars(instance).get(_FIRST_OWN, current) <= version <= current
-
-
-@contextmanager
-def holding_version(instance: Any) -> Iterator[None]:
-    """Refuse writes of an instance inside this block after others have changed its row, even if it was read again.
-
-    A `delete()` of the model's own may read it again first, to see whether it may be deleted by now. That must not
-    renew what the caller of `delete()` knows.
-    """
-    values, version = vars(instance), latest_version(instance)
-    if _HELD_VERSION in values or not isinstance(version, int):
-        yield  # A block around this one holds an older version. A deferred version is refused when it is used.
-        return
-    values[_HELD_VERSION] = version
-    try:
-        yield
-    finally:
-        values.pop(_HELD_VERSION, None)
 
 
 def has_written(instance: Any, version: int, *, later_than: int) -> bool:

@@ -5,6 +5,7 @@ The check is part of the UPDATE itself, `… SET version = 4 WHERE id = 42 AND v
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
@@ -17,24 +18,25 @@ from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
-from django_dlock.version_field import (
-    NEXT,
-    PARTIAL,
-    READ_VERSION,
-    VersionField,
-    holding_version,
-    is_undone,
-    read_version,
-)
+from django_dlock.version_field import NEXT, PARTIAL, READ_VERSION, VersionField, is_undone, read_version
 from django_dlock.versioned_querysets import LockManager, VersionedQuerySet
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.options import NOT_GIVEN, NotGiven
 from dlock_core.sql.versions import require_sent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
-__all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet", "read_version"]
+__all__ = [
+    "LockManager",
+    "VersionField",
+    "VersionedMixin",
+    "VersionedQuerySet",
+    "deletes_itself",
+    "guard_delete",
+    "guarding_delete",
+    "read_version",
+]
 
 _FORCED: Final = "_dlock_forced"
 """Attribute of an instance during a save with force_update, which Django does not pass to the tables of its parents."""
@@ -148,11 +150,7 @@ class VersionedMixin(models.Model):
         version = self._dlock_version
         expected = version.expected_version(self, "delete")
         with transaction.atomic(using=using):
-            # Django's DELETE has no place for a guard. This UPDATE checks the version and locks the row until COMMIT,
-            # so that nothing can change between it and the DELETE.
-            rows = _one_table(self._version_rows(using)).filter(**{version.name: expected})
-            if not models.QuerySet.update(rows, **{version.name: expected + 1}):
-                raise self._stale(using, "delete")
+            self._dlock_guard_delete(using, expected, becomes=expected + 1)
             version.count_up(self, using)  # A handler of pre_delete may save this instance.
             return super().delete(using, keep_parents)
 
@@ -161,11 +159,12 @@ class VersionedMixin(models.Model):
     ) -> tuple[int, dict[str, int]]:
         """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
-        A `delete()` of your own may read the instance again first: a change that others have made since this method was
-        called is a conflict, too. `expected` and the errors are those of `save_with_version`.
+        A `delete()` of your own may read the row again, and delete or mark it in any way: it is called inside a
+        transaction, after the version was compared and the row locked. `expected` and the errors are those of
+        `save_with_version`.
         """
         self._check_expected(expected, "delete")
-        with holding_version(self):
+        with guarding_delete(self, options.get("using")):
             return self.delete(**options)
 
     async def adelete_with_version(
@@ -252,6 +251,16 @@ class VersionedMixin(models.Model):
         values.pop(READ_VERSION, None)
         return inserted
 
+    def _dlock_guard_delete(self, using: str, expected: int, *, becomes: int) -> None:
+        """Compare the version and lock the row until COMMIT, so that nothing can change between this and the DELETE.
+
+        Django's DELETE itself has no place for a guard.
+        """
+        name = self._dlock_version.name
+        rows = _one_table(self._version_rows(using)).filter(**{name: expected})
+        if not models.QuerySet.update(rows, **{name: becomes}):
+            raise self._stale(using, "delete")
+
     def _version_rows(self, using: str) -> Any:
         table = self._dlock_version.model
         return table._base_manager.using(using).filter(pk=self._get_pk_val(table._meta))
@@ -260,6 +269,34 @@ class VersionedMixin(models.Model):
         found = found_versions(self._version_rows(using), self._dlock_version)
         version = next(iter(found.values()), None)
         return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
+
+
+@contextmanager
+def guarding_delete(instance: Any, using: str | None = None) -> Iterator[None]:
+    """Call `guard_delete`, if the instance deletes itself, in a transaction that lasts as long as the block."""
+    using = using or router.db_for_write(type(instance), instance=instance)
+    if not deletes_itself(instance):
+        yield
+        return
+    with transaction.atomic(using=using):
+        guard_delete(instance, using)
+        yield
+
+
+def guard_delete(instance: Any, using: str) -> None:
+    """Raise StaleObject if a row was changed since it was read, before a `delete()` of the model's own; lock the row.
+
+    Such a method may read the row again, into this instance or another, or write it by a query, and would then delete
+    changes that its caller has not seen. Which writes are its own cannot be told later, so its row is locked first.
+    """
+    expected = instance._dlock_version.expected_version(instance, "delete")
+    instance._dlock_guard_delete(using, expected, becomes=expected)  # noqa: SLF001 - a method of this module
+
+
+def deletes_itself(instance: Any) -> bool:
+    """Return whether an instance has a row, and its model a `delete()` of its own."""
+    is_saved = instance.pk is not None and not instance._state.adding
+    return is_saved and type(instance).delete is not VersionedMixin.delete
 
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:

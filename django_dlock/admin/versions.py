@@ -26,8 +26,8 @@ from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, version
 from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
-from django_dlock.version_field import has_had, holding_version
-from django_dlock.versions import VersionedMixin, read_version
+from django_dlock.version_field import has_had
+from django_dlock.versions import VersionedMixin, guarding_delete, read_version
 from dlock_core.observability.hooks import emit_conflict
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class VersionedModelAdmin(_ModelAdmin):
         version, read = _snapshot(request, obj).version, read_version(obj)
         if not has_had(obj, version):
             raise emit_conflict(StaleObject(obj, expected=version, found=read, action="delete"))
-        with holding_version(obj):
+        with guarding_delete(obj):
             super().delete_model(request, obj)
 
 

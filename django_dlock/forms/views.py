@@ -15,7 +15,7 @@ from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
 from django_dlock.lazy import unwrapped
-from django_dlock.version_field import holding_version
+from django_dlock.versions import guarding_delete
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ class VersionedEditMixin:
             return super().form_valid(form)  # type: ignore[misc]
         instance = unwrapped(self.object)
         form.require_known(instance, "delete")
-        with holding_version(instance):
+        with guarding_delete(instance):
             return super().form_valid(form)  # type: ignore[misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:

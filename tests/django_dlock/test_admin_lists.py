@@ -342,13 +342,17 @@ def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change(browse
 
 
 def test_object_whose_delete_reads_it_again_is_not_deleted_after_a_change_in_between(browser, ticket, monkeypatch):
+    def delete_model(self, request, obj):
+        change(obj, title="theirs")
+        VersionedModelAdmin.delete_model(self, request, obj)
+
     def delete(self, **options):
-        change(self, title="theirs")
         self.refresh_from_db()
         return VersionedMixin.delete(self, **options)
 
     page = f"{TICKETS}{ticket.pk}/delete/"
     sent = form(browser.get(page))
+    monkeypatch.setattr(TicketAdmin, "delete_model", delete_model)
     monkeypatch.setattr(Ticket, "delete", delete)
     assert "Nothing was deleted" in text(browser.post(page, sent, follow=True))
     assert Ticket.objects.exists()

@@ -1,8 +1,13 @@
-"""A `delete()` of the model's own that reads its row again deletes no change that was made in the meantime."""
+"""A `delete()` of the model's own deletes no change that its caller has not seen, and whatever it changes itself."""
+
+import copy
+from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db import transaction
 from django.forms import modelformset_factory
+from django.test import RequestFactory
 from rest_framework.generics import DestroyAPIView
 
 from django_dlock.errors import StaleObject
@@ -13,6 +18,7 @@ from django_dlock.versions import VersionedMixin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import DeleteTicket
 from tests.django_dlock.pages import form, sent_by
+from tests.django_dlock.parties import until_blocked
 from tests.django_dlock.rest_views import send
 from tests.testapp.models import Ticket
 
@@ -21,104 +27,251 @@ pytestmark = pytest.mark.usefixtures("versions_from_1", "admin_pages")
 Tickets = modelformset_factory(
     Ticket, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0, can_delete=True
 )
+RF = RequestFactory()
+
+# What a delete() of the model's own does
 
 
-class Destroy(PreconditionMixin, DestroyAPIView):
-    queryset = Ticket.objects.all()
-
-
-class LenientDestroy(Destroy):
-    if_match_required = ()
-
-
-def from_the_table(ticket):
+def read_again(ticket):
+    ticket.refresh_from_db()
     VersionedMixin.delete(ticket)
 
 
+def locked(ticket):
+    return Ticket.objects.select_for_update().get(pk=ticket.pk)
+
+
+def another_instance(ticket):
+    with transaction.atomic():
+        VersionedMixin.delete(locked(ticket))
+
+
+def values_of_another_instance(ticket):
+    with transaction.atomic():
+        vars(ticket).update(vars(locked(ticket)))
+        VersionedMixin.delete(ticket)
+
+
+def by_query(ticket):
+    Ticket.objects.filter(pk=ticket.pk).delete()
+
+
 def softly(ticket):
+    ticket.refresh_from_db()
     ticket.state = "closed"
     ticket.save()
 
 
 def softly_after_a_save_of_its_own(ticket):
+    ticket.refresh_from_db()
     ticket.notes = "deleted by anna"
     ticket.save()
     softly(ticket)
 
 
-DELETIONS = [from_the_table, softly, softly_after_a_save_of_its_own]
+def softly_by_query(ticket):
+    Ticket.objects.filter(pk=ticket.pk).update(state="closed")
 
 
-def by_method(ticket, rf):
+def softly_another_instance(ticket):
+    change(ticket, state="closed")
+
+
+def after_a_query_of_its_own(ticket):
+    Ticket.objects.filter(pk=ticket.pk).update(notes="one step less")
+    read_again(ticket)
+
+
+def archived(ticket):
+    key = ticket.pk
+    ticket.pk, ticket._state.adding, ticket.state = None, True, "closed"
+    ticket.save()
+    ticket.notes = f"was {key}"
+    ticket.save()
+    VersionedMixin.delete(Ticket.objects.get(pk=key))
+
+
+def archived_copy(ticket):
+    archived(copy.copy(ticket))
+
+
+DELETIONS = [
+    read_again,
+    another_instance,
+    values_of_another_instance,
+    by_query,
+    softly,
+    softly_after_a_save_of_its_own,
+    softly_by_query,
+    softly_another_instance,
+    after_a_query_of_its_own,
+    archived,
+    archived_copy,
+]
+
+
+@pytest.fixture(params=DELETIONS, ids=lambda each: each.__name__)
+def deletion(request, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", lambda self, **_: request.param(self))
+
+
+# The ways to it; each one calls a function when it has read the ticket, and before dlock does anything
+
+
+def by_method(ticket, before):
+    before()
     ticket.delete_with_version()
 
 
-def by_method_with_the_version_seen(ticket, rf):
+def by_method_with_the_version_seen(ticket, before):
+    before()
     ticket.delete_with_version(expected=ticket.version)
 
 
-def by_async_method(ticket, rf):
+def by_async_method(ticket, before):
+    before()
     async_to_sync(ticket.adelete_with_version)()
 
 
-def by_formset(ticket, rf):
+def by_formset(ticket, before):
     formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
     assert formset.is_valid()
+    before()
     formset.save()
 
 
-def by_view(ticket, rf):
-    sent = form(DeleteTicket.as_view()(rf.get("/"), pk=ticket.pk))
-    assert DeleteTicket.as_view()(rf.post("/", sent), pk=ticket.pk).status_code == 302
+def by_view(ticket, before):
+    class Delete(DeleteTicket):
+        def form_valid(self, form):
+            before()
+            return super().form_valid(form)
+
+    sent = form(Delete.as_view()(RF.get("/"), pk=ticket.pk))
+    assert Delete.as_view()(RF.post("/", sent), pk=ticket.pk).status_code == 302
 
 
-def by_rest_view(ticket, rf):
+def by_rest_view(ticket, before):
+    class Destroy(PreconditionMixin, DestroyAPIView):
+        queryset = Ticket.objects.all()
+
+        def perform_destroy(self, instance):
+            before()
+            super().perform_destroy(instance)
+
     assert send(Destroy.as_view(), "delete", ticket, {}, if_match=etag_of(ticket)).status_code == 204
 
 
 WAYS = [by_method, by_method_with_the_version_seen, by_async_method, by_formset, by_view, by_rest_view]
 
 
-def read_again_before(deletion, monkeypatch, *, rival):
-    """Give the model a `delete()` that sees what its row is by now, and before that another user who changes it."""
-
-    def delete(self, **options):
-        if rival:
-            change(self, title="theirs")
-        self.refresh_from_db()
-        deletion(self)
-
-    monkeypatch.setattr(Ticket, "delete", delete)
-
-
-@pytest.mark.parametrize("deletion", DELETIONS)
+@pytest.mark.usefixtures("deletion")
 @pytest.mark.parametrize("way", WAYS)
-def test_own_delete_that_reads_the_row_again_deletes_no_change_of_others(ticket, rf, way, deletion, monkeypatch):
-    read_again_before(deletion, monkeypatch, rival=True)
+def test_no_change_of_others_is_deleted(ticket, way):
     with pytest.raises(StaleObject):
-        way(ticket, rf)
+        way(ticket, lambda: change(ticket, title="theirs"))
     assert Ticket.objects.get().state == "open"
 
 
-@pytest.mark.parametrize("deletion", DELETIONS)
+@pytest.mark.usefixtures("deletion")
 @pytest.mark.parametrize("way", WAYS)
-def test_own_delete_that_reads_an_unchanged_row_again_deletes_it(ticket, rf, way, deletion, monkeypatch):
-    read_again_before(deletion, monkeypatch, rival=False)
-    way(ticket, rf)
+def test_row_that_nobody_else_has_changed_is_deleted(ticket, way):
+    way(ticket, lambda: None)
     assert not Ticket.objects.filter(state="open").exists()
 
 
-def test_instance_may_be_deleted_again_after_a_conflict_and_a_refresh(ticket, monkeypatch):
-    with monkeypatch.context() as patch:
-        read_again_before(from_the_table, patch, rival=True)
-        with pytest.raises(StaleObject):
-            ticket.delete_with_version()
-    ticket.refresh_from_db()
+@pytest.mark.parametrize("way", WAYS)
+def test_own_delete_that_refuses_leaves_the_row_as_it_was(ticket, way, monkeypatch):
+    def refuse(self, **_):
+        raise PermissionError
+
+    monkeypatch.setattr(Ticket, "delete", refuse)
+    with pytest.raises(PermissionError):
+        way(ticket, lambda: None)
+    ticket.save()  # its version is still that of the row
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_own_delete_that_does_nothing_leaves_the_row_as_it_was(ticket, way, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", lambda self, **_: (0, {}))
+    way(ticket, lambda: None)
+    ticket.save()
+
+
+def test_others_wait_until_the_own_delete_has_ended(on_postgresql, ticket, party, monkeypatch):
+    other, changes = party(), []
+
+    def delete(self, **_):
+        changes.append(other.do(partial(Ticket.objects.filter(pk=self.pk).update, title="theirs")))
+        until_blocked("postgresql")
+        read_again(self)
+
+    monkeypatch.setattr(Ticket, "delete", delete)
     ticket.delete_with_version()
+    assert changes[0].result(60) == 0
+
+
+def test_formset_deletes_rows_that_the_own_delete_of_others_has_written(ticket, monkeypatch):
+    def delete(self, **_):
+        self.refresh_from_db()
+        Ticket.objects.filter(pk__gt=self.pk).update(notes="one place up")
+        VersionedMixin.delete(self)
+
+    Ticket.objects.create(title="second")
+    monkeypatch.setattr(Ticket, "delete", delete)
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on", "form-1-DELETE": "on"}))
+    assert formset.is_valid()
+    formset.save()
     assert not Ticket.objects.exists()
 
 
+def test_formset_deletes_none_of_its_rows_if_others_have_changed_one(ticket, monkeypatch):
+    second = Ticket.objects.create(title="second")
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on", "form-1-DELETE": "on"}))
+    assert formset.is_valid()
+    change(second, title="theirs")
+    with pytest.raises(StaleObject):
+        formset.save()
+    assert Ticket.objects.count() == 2
+
+
+def test_formset_leaves_deletions_to_its_caller(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
+    assert formset.is_valid()
+    change(ticket, title="theirs")
+    formset.save(commit=False)
+    assert [each.pk for each in formset.deleted_objects] == [ticket.pk]
+    assert Ticket.objects.exists()
+
+
+def test_instance_may_be_deleted_again_after_a_conflict_and_a_refresh(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    change(ticket, title="theirs")
+    with transaction.atomic():
+        with pytest.raises(StaleObject):
+            ticket.delete_with_version()
+        ticket.refresh_from_db()
+        ticket.delete_with_version()
+    assert not Ticket.objects.exists()
+
+
+def test_row_that_is_gone_is_stale_before_the_own_delete_reads_it(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    Ticket.objects.all().delete()
+    with pytest.raises(StaleObject):
+        ticket.delete_with_version()
+
+
 def test_request_without_a_tag_deletes_what_the_own_delete_has_read(ticket, monkeypatch):
-    read_again_before(from_the_table, monkeypatch, rival=True)
+    class LenientDestroy(PreconditionMixin, DestroyAPIView):
+        queryset = Ticket.objects.all()
+        if_match_required = ()
+
+    def delete(self, **_):
+        change(self, title="theirs")
+        read_again(self)
+
+    monkeypatch.setattr(Ticket, "delete", delete)
     assert send(LenientDestroy.as_view(), "delete", ticket, {}).status_code == 204
     assert not Ticket.objects.exists()
