@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import ref
 
-from dlock_core.flow import flow_variable
+from dlock_core.flow import flow_variable, this_thread
 from dlock_core.owner import in_task
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ class _Call:
 
     flow: object
     """A weak reference to the task; of a function, any object that no other call has."""
-    thread: int
-    """Its number: threads that are started in the call have the call in their contexts, too."""
+    thread: object
+    """The one in which it runs: threads that are started in the call have the call in their contexts, too."""
     waits: tuple[_Wait, ...]
     """Those of the flows that have called it, the nearest first."""
 
@@ -66,7 +65,7 @@ def calling() -> Iterator[None]:
 def begin_call() -> None:
     """Record that asgiref has begun a call in this flow."""
     flow = current_flow() if in_task() else object()
-    _call.set(_Call(flow, threading.get_ident(), _calling.get()))
+    _call.set(_Call(flow, this_thread(), _calling.get()))
 
 
 @contextmanager
@@ -103,18 +102,18 @@ def _waits() -> tuple[_Wait, ...]:
 
 
 def current_flow() -> object:
-    """Return the only weak reference to the task that runs now; in a thread, its number and the call in it.
+    """Return the only weak reference to the task that runs now; in a thread, that and the call in it.
 
     A thread that waits in `async_to_sync` runs functions for other tasks meanwhile. Callbacks of an event loop are
     neither its tasks nor the function that runs it.
     """
     if not in_task():
         call = _call.get()
-        return threading.get_ident(), None if call is None else call.flow
+        return this_thread(), None if call is None else call.flow
     task = asyncio.current_task()
-    return (threading.get_ident(), "callback") if task is None else ref(task)
+    return (this_thread(), "callback") if task is None else ref(task)
 
 
 def _is_in(call: _Call) -> bool:
     """Return whether this flow is a call, and not one that was started in it."""
-    return call.thread == threading.get_ident() and (not in_task() or call.flow == current_flow())
+    return call.thread is this_thread() and (not in_task() or call.flow == current_flow())

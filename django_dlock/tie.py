@@ -7,7 +7,6 @@ is read.
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from weakref import ref
@@ -24,7 +23,7 @@ from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
-from dlock_core.flow import is_collecting
+from dlock_core.flow import is_collecting, this_thread
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import (
@@ -69,7 +68,7 @@ class TiedDatabases:
         """Whether its block ended with an error: code that still runs in a thread must not begin another
         transaction."""
         self.ownership = Ownership(tie)
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
@@ -354,7 +353,7 @@ class TiedDatabases:
         """Whether the block ended before the work that begins now, which was started under the lease."""
         if self.is_aborted or self.is_left:
             return True
-        return self.tie.state in (TieState.TORN, TieState.EXPIRING) and threading.get_ident() != self._thread
+        return self.tie.state in (TieState.TORN, TieState.EXPIRING) and this_thread() is not self._thread
 
     def _refuse_cut_off(self) -> None:
         if self._is_cut_off:

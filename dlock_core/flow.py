@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import OrderedDict
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-__all__ = ["FLOW_VARIABLES", "flow_variable", "is_collecting"]
+__all__ = ["FLOW_VARIABLES", "flow_variable", "is_collecting", "this_thread"]
 
 T = TypeVar("T")
 
@@ -20,6 +21,19 @@ def flow_variable(name: str, default: T) -> ContextVar[T]:
     variable = ContextVar(name, default=default)
     FLOW_VARIABLES.append(variable)
     return variable
+
+
+class _Key(threading.local):
+    def __init__(self) -> None:
+        self.key = object()
+
+
+_key: Final = _Key()
+
+
+def this_thread() -> object:
+    """Return an object that stands for this thread; its number may be that of a later thread once it has ended."""
+    return _key.key
 
 
 _phases: Final = OrderedDict(start=None, stop=None)

@@ -591,3 +591,40 @@ def release_the_others(dropped):
 def test_lease_is_released_although_one_of_its_handles_was_dropped(store, dropped):
     contextvars.Context().run(release_the_others, dropped)  # Outside of a request, nothing keeps the handle.
     assert not is_held(store, "order:1")
+
+
+def in_later_thread_of_number(number, function):
+    """Run a function in a thread that has the number of one that has ended; return its result."""
+    answers = []
+
+    def run():
+        if threading.get_ident() == number:
+            answers.append(in_thread(function, ()))
+
+    for _ in range(1000):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if answers:
+            return answers[0]
+    pytest.skip("the system gave the number of a thread to none of a thousand later ones")
+
+
+def test_later_thread_that_has_the_number_of_the_owners_is_refused(database, store):
+    def own():
+        with order(database):
+            copies.append(contextvars.copy_context())
+        return threading.get_ident()
+
+    def work():
+        try:
+            copies[0].run(add, database)
+        except LeaseLost:
+            return "refused"
+        return "written"
+
+    copies = []
+    with ThreadPoolExecutor(1) as threads:
+        number = threads.submit(in_thread, own, ()).result()
+    assert in_later_thread_of_number(number, work) == "refused"
+    assert committed(database) == set()
