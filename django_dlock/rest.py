@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +25,7 @@ from django_dlock.shown_versions import (
     version_written,
 )
 from django_dlock.version_field import SentVersion, has_had, latest_version
-from django_dlock.versions import guarding_delete, read_version
+from django_dlock.versions import read_version, require_unchanged
 from dlock_core.extras import needed_by
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.web.preconditions import READ_METHODS
@@ -209,9 +208,9 @@ class PreconditionMixin(_View):
     def perform_destroy(self, instance: Any) -> None:
         """Delete the object that was checked; raises TypeError for another object."""
         self._require_checked(instance)
-        # Without a tag, the object's own delete() may decide by what it reads.
-        with guarding_delete(unwrapped(instance)) if self._dlock_has_tag() else nullcontext():
-            super().perform_destroy(instance)  # type: ignore[misc]
+        if self._dlock_has_tag():  # Without a tag, the object's own delete() may decide by what it reads.
+            require_unchanged(unwrapped(instance))
+        super().perform_destroy(instance)  # type: ignore[misc]
 
     def handle_exception(self, exc: Any) -> Any:
         """Answer a conflict of a row that was checked with 412, as any other, whichever instance of it was saved."""

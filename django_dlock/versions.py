@@ -5,7 +5,6 @@ The check is part of the UPDATE itself, `… SET version = 4 WHERE id = 42 AND v
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
@@ -25,17 +24,15 @@ from dlock_core.options import NOT_GIVEN, NotGiven
 from dlock_core.sql.versions import require_sent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 __all__ = [
     "LockManager",
     "VersionField",
     "VersionedMixin",
     "VersionedQuerySet",
-    "deletes_itself",
-    "guard_delete",
-    "guarding_delete",
     "read_version",
+    "require_unchanged",
 ]
 
 _FORCED: Final = "_dlock_forced"
@@ -150,7 +147,11 @@ class VersionedMixin(models.Model):
         version = self._dlock_version
         expected = version.expected_version(self, "delete")
         with transaction.atomic(using=using):
-            self._dlock_guard_delete(using, expected, becomes=expected + 1)
+            # Django's DELETE has no place for a guard. This UPDATE checks the version and locks the row until COMMIT,
+            # so that nothing can change between it and the DELETE.
+            rows = _one_table(self._version_rows(using)).filter(**{version.name: expected})
+            if not models.QuerySet.update(rows, **{version.name: expected + 1}):
+                raise self._stale(using, "delete")
             version.count_up(self, using)  # A handler of pre_delete may save this instance.
             return super().delete(using, keep_parents)
 
@@ -159,13 +160,12 @@ class VersionedMixin(models.Model):
     ) -> tuple[int, dict[str, int]]:
         """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
-        A `delete()` of your own may read the row again, and delete or mark it in any way: it is called inside a
-        transaction, after the version was compared and the row locked. `expected` and the errors are those of
-        `save_with_version`.
+        A `delete()` of your own may read the row again, and delete or mark it in any way: the row is compared before it
+        is called. `expected` and the errors are those of `save_with_version`.
         """
         self._check_expected(expected, "delete")
-        with guarding_delete(self, options.get("using")):
-            return self.delete(**options)
+        require_unchanged(self, options.get("using"))
+        return self.delete(**options)
 
     async def adelete_with_version(
         self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any
@@ -251,15 +251,9 @@ class VersionedMixin(models.Model):
         values.pop(READ_VERSION, None)
         return inserted
 
-    def _dlock_guard_delete(self, using: str, expected: int, *, becomes: int) -> None:
-        """Compare the version and lock the row until COMMIT, so that nothing can change between this and the DELETE.
-
-        Django's DELETE itself has no place for a guard.
-        """
-        name = self._dlock_version.name
-        rows = _one_table(self._version_rows(using)).filter(**{name: expected})
-        if not models.QuerySet.update(rows, **{name: becomes}):
-            raise self._stale(using, "delete")
+    def _dlock_row_version(self, using: str) -> int | None:
+        """Return the version that the row has now; None if it is gone, or hidden by the base manager."""
+        return next(iter(self._version_rows(using).values_list(self._dlock_version.name, flat=True)), None)
 
     def _version_rows(self, using: str) -> Any:
         table = self._dlock_version.model
@@ -271,32 +265,20 @@ class VersionedMixin(models.Model):
         return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
-@contextmanager
-def guarding_delete(instance: Any, using: str | None = None) -> Iterator[None]:
-    """Call `guard_delete`, if the instance deletes itself, in a transaction that lasts as long as the block."""
-    using = using or router.db_for_write(type(instance), instance=instance)
-    if not deletes_itself(instance):
-        yield
-        return
-    with transaction.atomic(using=using):
-        guard_delete(instance, using)
-        yield
+def require_unchanged(instance: Any, using: str | None = None) -> None:
+    """Raise StaleObject if others have changed a row since it was read, before a `delete()` of the model's own.
 
-
-def guard_delete(instance: Any, using: str) -> None:
-    """Raise StaleObject if a row was changed since it was read, before a `delete()` of the model's own; lock the row.
-
-    Such a method may read the row again, into this instance or another, or write it by a query, and would then delete
-    changes that its caller has not seen. Which writes are its own cannot be told later, so its row is locked first.
+    Such a method may read the row again, into this instance or another, or write it by a query: that must not renew
+    what its caller knows. Nothing is locked, so that the method may take leases, locks and transactions in any order.
+    What others commit later it reads itself, if it reads the row again.
     """
+    if instance.pk is None or type(instance).delete is VersionedMixin.delete:
+        return  # The method of the mixin compares in the statement that locks the row.
     expected = instance._dlock_version.expected_version(instance, "delete")
-    instance._dlock_guard_delete(using, expected, becomes=expected)  # noqa: SLF001 - a method of this module
-
-
-def deletes_itself(instance: Any) -> bool:
-    """Return whether an instance has a row, and its model a `delete()` of its own."""
-    is_saved = instance.pk is not None and not instance._state.adding
-    return is_saved and type(instance).delete is not VersionedMixin.delete
+    using = using or router.db_for_write(type(instance), instance=instance)
+    found = instance._dlock_row_version(using)  # noqa: SLF001 - a method of this module
+    if found not in (None, expected):
+        raise emit_conflict(StaleObject(instance, expected=expected, found=found, action="delete"))
 
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:

@@ -27,7 +27,7 @@ from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import again_when_stale, read_from_write_database
 from django_dlock.version_field import has_had
-from django_dlock.versions import VersionedMixin, guarding_delete, read_version
+from django_dlock.versions import VersionedMixin, read_version, require_unchanged
 from dlock_core.observability.hooks import emit_conflict
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ class VersionedModelAdmin(_ModelAdmin):
         version, read = _snapshot(request, obj).version, read_version(obj)
         if not has_had(obj, version):
             raise emit_conflict(StaleObject(obj, expected=version, found=read, action="delete"))
-        with guarding_delete(obj):
-            super().delete_model(request, obj)
+        require_unchanged(obj)
+        super().delete_model(request, obj)
 
 
 def _carry_version(form: Any) -> None:

@@ -6,12 +6,11 @@ submitted, nothing is saved: the form is invalid, and renders as a table of diff
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
-from django.db import router, transaction
+from django.db import router
 from django.forms.renderers import DjangoTemplates
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
@@ -31,7 +30,7 @@ from django_dlock.forms.differences import (
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
 from django_dlock.version_field import has_had, has_written, latest_version, row_key
-from django_dlock.versions import VersionedMixin, deletes_itself, guard_delete, read_version
+from django_dlock.versions import VersionedMixin, read_version, require_unchanged
 from dlock_core.observability.hooks import emit_conflict
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
@@ -355,12 +354,10 @@ class CheckedDeletion(_ModelFormSet):
 
         A `delete()` of the model's own may write the next of these rows by a query, to close a gap in an order.
         """
-        guarded = [form.instance for form in self.deleted_forms if deletes_itself(form.instance)] if commit else []
-        using = router.db_for_write(self.model)
-        with transaction.atomic(using=using) if guarded else nullcontext():
-            for instance in guarded:
-                guard_delete(instance, using)
-            return super().save_existing_objects(commit)
+        for form in self.initial_forms if commit else ():
+            if form in self.deleted_forms:
+                require_unchanged(form.instance)
+        return super().save_existing_objects(commit)
 
     def delete_existing(self, obj: Any, commit: bool = True) -> None:  # noqa: FBT001, FBT002 - as in Django
         """Delete as Django does; raises StaleObject if the row was read again since, after others had changed it."""

@@ -15,7 +15,7 @@ from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
 from django_dlock.lazy import unwrapped
-from django_dlock.versions import guarding_delete
+from django_dlock.versions import require_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,12 +121,11 @@ class VersionedEditMixin:
 
     def form_valid(self, form: Any) -> Any:
         """Save or delete as Django does; raises StaleObject if the object was read again after a change of others."""
-        if not (isinstance(self, DeletionMixin) and isinstance(form, VersionedModelForm)):
-            return super().form_valid(form)  # type: ignore[misc]
-        instance = unwrapped(self.object)
-        form.require_known(instance, "delete")
-        with guarding_delete(instance):
-            return super().form_valid(form)  # type: ignore[misc]
+        if isinstance(self, DeletionMixin) and isinstance(form, VersionedModelForm):
+            instance = unwrapped(self.object)
+            form.require_known(instance, "delete")
+            require_unchanged(instance)
+        return super().form_valid(form)  # type: ignore[misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         in_transaction = transaction.atomic(using=router.db_for_write(_model_of(self)))

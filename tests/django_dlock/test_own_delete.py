@@ -1,7 +1,6 @@
 """A `delete()` of the model's own deletes no change that its caller has not seen, and whatever it changes itself."""
 
 import copy
-from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -10,6 +9,7 @@ from django.forms import modelformset_factory
 from django.test import RequestFactory
 from rest_framework.generics import DestroyAPIView
 
+from django_dlock import lock
 from django_dlock.errors import StaleObject
 from django_dlock.forms import BaseVersionedModelFormSet, VersionedModelForm
 from django_dlock.preconditions import etag_of
@@ -18,9 +18,9 @@ from django_dlock.versions import VersionedMixin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import DeleteTicket
 from tests.django_dlock.pages import form, sent_by
-from tests.django_dlock.parties import until_blocked
+from tests.django_dlock.parties import unlocked
 from tests.django_dlock.rest_views import send
-from tests.testapp.models import Ticket
+from tests.testapp.models import Tag, Ticket
 
 pytestmark = pytest.mark.usefixtures("versions_from_1", "admin_pages")
 
@@ -179,35 +179,77 @@ def test_row_that_nobody_else_has_changed_is_deleted(ticket, way):
     assert not Ticket.objects.filter(state="open").exists()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_own_delete_that_refuses_leaves_the_row_as_it_was(ticket, way, monkeypatch):
-    def refuse(self, **_):
+@pytest.mark.parametrize("way", [each for each in WAYS if each is not by_view])
+def test_own_delete_may_begin_its_own_transactions_and_take_its_own_locks(ticket, way, store, monkeypatch):
+    def delete(self, **_):
+        with lock("ticket", self.pk), transaction.atomic(durable=True):
+            read_again(self)
+
+    monkeypatch.setattr(Ticket, "delete", delete)
+    way(ticket, lambda: None)
+    assert not Ticket.objects.exists()
+
+
+@pytest.mark.parametrize("way", [each for each in WAYS if each is not by_view])
+def test_what_an_own_delete_that_refuses_has_written_is_kept(ticket, way, monkeypatch):
+    def delete(self, **_):
+        Tag.objects.create(name="somebody has tried")
         raise PermissionError
 
-    monkeypatch.setattr(Ticket, "delete", refuse)
+    monkeypatch.setattr(Ticket, "delete", delete)
     with pytest.raises(PermissionError):
         way(ticket, lambda: None)
-    ticket.save()  # its version is still that of the row
+    assert Tag.objects.exists()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_own_delete_that_does_nothing_leaves_the_row_as_it_was(ticket, way, monkeypatch):
-    monkeypatch.setattr(Ticket, "delete", lambda self, **_: (0, {}))
-    way(ticket, lambda: None)
-    ticket.save()
-
-
-def test_others_wait_until_the_own_delete_has_ended(on_postgresql, ticket, party, monkeypatch):
-    other, changes = party(), []
+def test_row_is_not_locked_while_its_own_delete_begins(on_postgresql, ticket, party, monkeypatch):
+    other = party()
 
     def delete(self, **_):
-        changes.append(other.do(partial(Ticket.objects.filter(pk=self.pk).update, title="theirs")))
-        until_blocked("postgresql")
+        assert other.now(unlocked, Ticket, "postgresql") == {self.pk}
         read_again(self)
 
     monkeypatch.setattr(Ticket, "delete", delete)
-    ticket.delete_with_version()
-    assert changes[0].result(60) == 0
+    with transaction.atomic():
+        ticket.delete_with_version()
+    assert not Ticket.objects.exists()
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_instance_made_of_a_key_and_a_version_is_compared(ticket, expected, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    made = Ticket(pk=ticket.pk, version=ticket.version)
+    change(ticket, title="theirs")
+    with pytest.raises(StaleObject):
+        made.delete_with_version(**({"expected": ticket.version} if expected else {}))
+    assert Ticket.objects.exists()
+
+
+def test_row_that_is_gone_is_left_to_the_own_delete(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    Ticket.objects.all().delete()
+    with pytest.raises(Ticket.DoesNotExist):
+        ticket.delete_with_version()
+
+
+def test_formset_of_another_database_compares_its_rows_there(ticket, use_database, monkeypatch):
+    use_database("other")
+    Ticket.objects.using("other").create(title="there")
+    monkeypatch.setattr(Ticket, "delete", lambda self, **_: VersionedMixin.delete(self))
+
+    def sent():
+        return sent_by(Tickets(queryset=rows), **{"form-0-DELETE": "on"})
+
+    rows = Ticket.objects.using("other").all()
+    formset = Tickets(sent(), queryset=rows.all())
+    assert formset.is_valid()
+    rows.update(title="theirs")
+    with pytest.raises(StaleObject):
+        formset.save()
+    formset = Tickets(sent(), queryset=rows.all())
+    assert formset.is_valid()
+    formset.save()
+    assert not rows.all().exists()
 
 
 def test_formset_deletes_rows_that_the_own_delete_of_others_has_written(ticket, monkeypatch):
@@ -254,13 +296,6 @@ def test_instance_may_be_deleted_again_after_a_conflict_and_a_refresh(ticket, mo
         ticket.refresh_from_db()
         ticket.delete_with_version()
     assert not Ticket.objects.exists()
-
-
-def test_row_that_is_gone_is_stale_before_the_own_delete_reads_it(ticket, monkeypatch):
-    monkeypatch.setattr(Ticket, "delete", read_again)
-    Ticket.objects.all().delete()
-    with pytest.raises(StaleObject):
-        ticket.delete_with_version()
 
 
 def test_request_without_a_tag_deletes_what_the_own_delete_has_read(ticket, monkeypatch):
