@@ -31,6 +31,7 @@ __all__ = [
     "VersionField",
     "VersionedMixin",
     "VersionedQuerySet",
+    "deletes_itself",
     "read_version",
     "require_unchanged",
 ]
@@ -251,10 +252,6 @@ class VersionedMixin(models.Model):
         values.pop(READ_VERSION, None)
         return inserted
 
-    def _dlock_row_version(self, using: str) -> int | None:
-        """Return the version that the row has now; None if it is gone, or hidden by the base manager."""
-        return next(iter(self._version_rows(using).values_list(self._dlock_version.name, flat=True)), None)
-
     def _version_rows(self, using: str) -> Any:
         table = self._dlock_version.model
         return table._base_manager.using(using).filter(pk=self._get_pk_val(table._meta))
@@ -272,13 +269,22 @@ def require_unchanged(instance: Any, using: str | None = None) -> None:
     what its caller knows. Nothing is locked, so that the method may take leases, locks and transactions in any order.
     What others commit later it reads itself, if it reads the row again.
     """
-    if instance.pk is None or type(instance).delete is VersionedMixin.delete:
-        return  # The method of the mixin compares in the statement that locks the row.
-    expected = instance._dlock_version.expected_version(instance, "delete")
+    if instance.pk is None or not deletes_itself(type(instance)):
+        return
+    version = instance._dlock_version
+    expected = version.expected_version(instance, "delete")
     using = using or router.db_for_write(type(instance), instance=instance)
-    found = instance._dlock_row_version(using)  # noqa: SLF001 - a method of this module
-    if found not in (None, expected):
+    key = instance._get_pk_val(version.model._meta)  # noqa: SLF001 - a method of this module calls it, too
+    # Not by the base manager: a change may have hidden the row from that.
+    rows: Any = models.QuerySet(version.model, using=using).filter(pk=key)
+    found = next(iter(rows.values_list(version.name, flat=True)), None)
+    if found != expected:
         raise emit_conflict(StaleObject(instance, expected=expected, found=found, action="delete"))
+
+
+def deletes_itself(model: type[models.Model]) -> bool:
+    """Return whether a model has a `delete()` of its own; that of the mixin compares where it locks the row."""
+    return model.delete is not VersionedMixin.delete
 
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:

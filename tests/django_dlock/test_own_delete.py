@@ -1,12 +1,14 @@
 """A `delete()` of the model's own deletes no change that its caller has not seen, and whatever it changes itself."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import transaction
+from django.db import connection, transaction
 from django.forms import modelformset_factory
 from django.test import RequestFactory
+from django.test.utils import CaptureQueriesContext
 from rest_framework.generics import DestroyAPIView
 
 from django_dlock import lock
@@ -14,7 +16,7 @@ from django_dlock.errors import StaleObject
 from django_dlock.forms import BaseVersionedModelFormSet, VersionedModelForm
 from django_dlock.preconditions import etag_of
 from django_dlock.rest import PreconditionMixin
-from django_dlock.versions import VersionedMixin
+from django_dlock.versions import LockManager, VersionedMixin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import DeleteTicket
 from tests.django_dlock.pages import form, sent_by
@@ -225,31 +227,74 @@ def test_instance_made_of_a_key_and_a_version_is_compared(ticket, expected, monk
     assert Ticket.objects.exists()
 
 
-def test_row_that_is_gone_is_left_to_the_own_delete(ticket, monkeypatch):
-    monkeypatch.setattr(Ticket, "delete", read_again)
-    Ticket.objects.all().delete()
-    with pytest.raises(Ticket.DoesNotExist):
-        ticket.delete_with_version()
-
-
-def test_formset_of_another_database_compares_its_rows_there(ticket, use_database, monkeypatch):
-    use_database("other")
-    Ticket.objects.using("other").create(title="there")
-    monkeypatch.setattr(Ticket, "delete", lambda self, **_: VersionedMixin.delete(self))
-
-    def sent():
-        return sent_by(Tickets(queryset=rows), **{"form-0-DELETE": "on"})
-
-    rows = Ticket.objects.using("other").all()
-    formset = Tickets(sent(), queryset=rows.all())
-    assert formset.is_valid()
-    rows.update(title="theirs")
+@pytest.mark.usefixtures("deletion")
+def test_row_that_is_gone_is_stale(ticket):
+    Ticket.objects.all()._raw_delete("default")
     with pytest.raises(StaleObject):
-        formset.save()
-    formset = Tickets(sent(), queryset=rows.all())
-    assert formset.is_valid()
-    formset.save()
-    assert not rows.all().exists()
+        ticket.delete_with_version()
+    assert not Ticket.objects.exists()
+
+
+def test_unsaved_instance_is_left_to_the_own_delete(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", lambda self, **_: (0, {}))
+    assert Ticket().delete_with_version() == (0, {})
+
+
+class Open(LockManager):
+    def get_queryset(self):
+        return super().get_queryset().filter(state="open")
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_row_that_the_base_manager_hides_is_compared(ticket, is_changed, monkeypatch):
+    manager = Open()
+    manager.model = Ticket
+    monkeypatch.setitem(vars(Ticket._meta), "base_manager", manager)
+    monkeypatch.setattr(Ticket, "delete", by_query)
+    Ticket.objects.filter(pk=ticket.pk).update(state="closed")
+    if not is_changed:
+        ticket = Ticket.objects.get()
+    with pytest.raises(StaleObject) if is_changed else nullcontext():
+        ticket.delete_with_version()
+    assert Ticket.objects.exists() is is_changed
+
+
+def read_again_there(self, using=None):
+    self.refresh_from_db(using=using or self._state.db)
+    VersionedMixin.delete(self, using)
+
+
+@pytest.fixture
+def there(use_database, monkeypatch):
+    """The rows in another database, of which there is one whose model reads it again before it deletes it."""
+    use_database("other")
+    monkeypatch.setattr(Ticket, "delete", read_again_there)
+    Ticket.objects.using("other").create(title="there")
+    return Ticket.objects.using("other")
+
+
+def test_formset_of_another_database_compares_its_rows_there(there):
+    def formset():
+        return Tickets(sent_by(Tickets(queryset=there.all()), **{"form-0-DELETE": "on"}), queryset=there.all())
+
+    late = formset()
+    assert late.is_valid()
+    there.update(title="theirs")
+    with pytest.raises(StaleObject):
+        late.save()
+    later = formset()
+    assert later.is_valid()
+    later.save()
+    assert not there.exists()
+
+
+def test_instance_is_compared_with_its_row_in_the_database_that_is_named(there, ticket):
+    made = there.get()
+    made._state.db = "default"  # The instance may have been read from anywhere.
+    there.update(title="theirs")
+    with pytest.raises(StaleObject):
+        made.delete_with_version(using="other")
+    assert there.exists()
 
 
 def test_formset_deletes_rows_that_the_own_delete_of_others_has_written(ticket, monkeypatch):
@@ -298,15 +343,50 @@ def test_instance_may_be_deleted_again_after_a_conflict_and_a_refresh(ticket, mo
     assert not Ticket.objects.exists()
 
 
+def test_formset_compares_only_the_rows_that_it_deletes(ticket, monkeypatch):
+    second = Ticket.objects.create(title="second")
+    monkeypatch.setattr(Ticket, "delete", read_again)
+    formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
+    assert formset.is_valid()
+    change(second, title="theirs")
+    formset.save()
+    assert Ticket.objects.get().title == "theirs"
+
+
+def test_formset_asks_for_its_deleted_forms_as_often_for_many_rows_as_for_one(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", read_again)
+
+    def times():
+        formset = Tickets(sent_by(Tickets(), **{"form-0-DELETE": "on"}))
+        asked = []
+        monkeypatch.setattr(formset, "_should_delete_form", lambda form: form.prefix == "form-0")
+        monkeypatch.setattr(formset, "is_valid", lambda: asked.append(formset) or True)
+        formset.full_clean()
+        formset.save()
+        return asked.count(formset)
+
+    Ticket.objects.create(title="second")
+    few = times()
+    for _ in range(10):
+        Ticket.objects.create(title="another")
+    assert times() == few
+
+
+def test_model_without_an_own_delete_is_compared_only_by_the_statement_that_locks_its_row(ticket):
+    with CaptureQueriesContext(connection) as sent:
+        ticket.delete_with_version()
+    assert not [each for each in sent if each["sql"].startswith("SELECT") and '"version"' in each["sql"]]
+
+
 def test_request_without_a_tag_deletes_what_the_own_delete_has_read(ticket, monkeypatch):
     class LenientDestroy(PreconditionMixin, DestroyAPIView):
         queryset = Ticket.objects.all()
         if_match_required = ()
 
-    def delete(self, **_):
-        change(self, title="theirs")
-        read_again(self)
+        def perform_destroy(self, instance):
+            change(instance, title="theirs")
+            super().perform_destroy(instance)
 
-    monkeypatch.setattr(Ticket, "delete", delete)
+    monkeypatch.setattr(Ticket, "delete", read_again)
     assert send(LenientDestroy.as_view(), "delete", ticket, {}).status_code == 204
     assert not Ticket.objects.exists()

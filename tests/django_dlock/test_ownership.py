@@ -628,3 +628,18 @@ def test_later_thread_that_has_the_number_of_the_owners_is_refused(database, sto
         number = threads.submit(in_thread, own, ()).result()
     assert in_later_thread_of_number(number, work) == "refused"
     assert committed(database) == set()
+
+
+def test_work_in_another_thread_does_not_outlive_a_handle_that_was_dropped_and_its_own_thread_goes_on(database, store):
+    def drop_its_handle():
+        lease = order(database).acquire()
+        copies.append(contextvars.copy_context())
+        with pytest.warns(ResourceWarning):
+            del lease
+
+    copies = []
+    contextvars.Context().run(drop_its_handle)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(LeaseLost):
+        threads.submit(in_thread, copies[0].run, (add, database)).result()
+    copies[0].run(add, database, "the thread's own")
+    assert committed(database) == {"the thread's own"}
