@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core import Lock
 from dlock_core.backend import Released
+from dlock_core.backends.sql.pool import DedicatedConnection
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
@@ -105,6 +106,22 @@ def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postg
         with one, other:
             one.sendall(b"hello")
             assert other.recv(5) == b"hello"
+
+
+@pytest.mark.parametrize("postgres", ["postgresql", "psycopg", "psycopg2", "psycopg_async"], indirect=True)
+def test_listener_that_is_closed_while_it_opens_closes_its_connection(postgres: TableBackend, monkeypatch: Any) -> None:
+    opened, step = [], DedicatedConnection.step
+
+    def step_after_close(dedicated: DedicatedConnection, *args: Any) -> Any:
+        assert dedicated.connection is not None
+        opened.append(dedicated.connection.driver)
+        postgres._listener.close()
+        return step(dedicated, *args)
+
+    monkeypatch.setattr(DedicatedConnection, "step", step_after_close)
+    run(postgres._listener.open(BLOCKING))
+    assert [bool(driver.closed) for driver in opened] == [True]
+    assert not postgres._listener.is_listening
 
 
 @pytest.mark.usefixtures("many_files")

@@ -167,10 +167,9 @@ class DedicatedConnection:
             await self._pool.connector.call(runtime, connection.close)
 
     def abort(self) -> None:
-        """Abort the connection, from any thread; use this if another thread closes it."""
-        connection, self.connection = self.connection, None
-        if connection is not None and self._pid == os.getpid():
-            connection.abort()
+        """Abort the connection, from any thread; its reading thread closes it, or the next step, which fails."""
+        if self.connection is not None and self._pid == os.getpid():
+            self.connection.abort()
 
     def forget(self) -> None:
         """In a forked child: leave the connection to the parent."""
