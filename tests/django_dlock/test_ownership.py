@@ -643,3 +643,25 @@ def test_work_in_another_thread_does_not_outlive_a_handle_that_was_dropped_and_i
         threads.submit(in_thread, copies[0].run, (add, database)).result()
     copies[0].run(add, database, "the thread's own")
     assert committed(database) == {"the thread's own"}
+
+
+def test_transaction_that_began_in_a_copied_context_of_the_thread_is_joined_after_the_release(database, store):
+    lease, block = order(database).acquire(), atomic(database)
+    contextvars.copy_context().run(block.__enter__)
+    contextvars.copy_context().run(add, database)
+    lease.release()
+    again = order(database, wait=0).acquire()
+    assert again.token == lease.token
+    again.release()
+    block.__exit__(None, None, None)
+    assert not is_held(store)
+
+
+def test_release_inside_a_transaction_is_not_kept_after_it(database, store):
+    lease = order(database).acquire()
+    with atomic(database):
+        add(database)
+        lease.release()
+        assert is_held(store)
+    assert not is_held(store)
+    assert ownership._changes.get() == ()
