@@ -665,3 +665,25 @@ def test_release_inside_a_transaction_is_not_kept_after_it(database, store):
         assert is_held(store)
     assert not is_held(store)
     assert ownership._changes.get() == ()
+
+
+async def test_lease_that_a_coroutine_releases_for_a_function_lasts_as_long_as_any_of_its_transactions(
+    database, store, use_database
+):
+    async def release(lease):
+        await lease.arelease()
+
+    def work():
+        lease = order(database).acquire()
+        with atomic(database):
+            add(database)
+            with atomic("other"):
+                add("other")
+                async_to_sync(release)(lease)
+            again = order(database, wait=0).acquire()
+            assert again.token == lease.token
+            again.release()
+
+    await sync_to_async(use_database)("other")
+    await sync_to_async(in_thread, thread_sensitive=False)(work, ())
+    assert not is_held(store)
