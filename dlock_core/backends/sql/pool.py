@@ -168,8 +168,9 @@ class DedicatedConnection:
 
     def abort(self) -> None:
         """Abort the connection, from any thread; its reading thread closes it, or the next step, which fails."""
-        if self.connection is not None and self._pid == os.getpid():
-            self.connection.abort()
+        connection = self.connection  # A step that fails in another thread may clear the attribute at any moment.
+        if connection is not None and self._pid == os.getpid():
+            connection.abort()
 
     def forget(self) -> None:
         """In a forked child: leave the connection to the parent."""
