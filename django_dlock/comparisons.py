@@ -15,6 +15,8 @@ from django.db.models.expressions import Col
 from django.db.models.lookups import In
 from django.db.models.sql import Query
 
+from django_dlock.fencing import READ_COMMITTED, isolation_of_session
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -99,8 +101,9 @@ def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, in
 def found_versions(rows: Any, version: Any) -> dict[Any, int]:
     """Return the current versions of rows, by their primary keys."""
     connection = connections[rows.db]
-    if connection.vendor == "mysql" and connection.in_atomic_block:
-        # A plain SELECT may read the old versions from the transaction's snapshot; a locking one reads the newest.
+    in_transaction = connection.vendor == "mysql" and connection.in_atomic_block
+    if in_transaction and isolation_of_session(connection) not in READ_COMMITTED:
+        # A plain SELECT reads the old versions from the transaction's snapshot; a locking one reads the newest.
         rows = only_locked(rows)
     return _by_key(rows, version)
 

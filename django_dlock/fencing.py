@@ -35,6 +35,7 @@ __all__ = [
     "TableFence",
     "fence_for",
     "isolation_of",
+    "isolation_of_session",
     "port_for",
     "send",
 ]
@@ -317,8 +318,11 @@ def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
     if connection.vendor != "mysql":
         return None
     level = str(getattr(connection, "isolation_level", None) or "")
-    if level in READ_COMMITTED:
-        return level
+    return level if level in READ_COMMITTED else isolation_of_session(connection)
+
+
+def isolation_of_session(connection: BaseDatabaseWrapper) -> str:
+    """Return what a session of MySQL or MariaDB has as isolation level, in lower case, whoever has set it."""
     variable = "tx_isolation" if connection.mysql_is_mariadb else "transaction_isolation"  # type: ignore[attr-defined]
     return str(first_value(connection, f"SELECT @@{variable}")).replace("-", " ").lower()
 

@@ -92,7 +92,11 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
         """
         version, fields = _version_of(self.model), tuple(fields)
         objs = tuple({id(obj): obj for obj in map(unwrapped, objs)}.values())
-        is_for_django = not objs or any(obj.pk is None for obj in objs) or (batch_size is not None and batch_size <= 0)
+        is_for_django = (
+            not objs
+            or not all(obj._is_pk_set() for obj in objs)  # noqa: SLF001 - Django's, for composite keys as well
+            or (batch_size is not None and batch_size <= 0)
+        )
         if version is None or is_for_django:  # Django reports what is wrong with the arguments.
             return super().bulk_update(objs, fields, batch_size)
         if self._is_order_of_keys(objs, fields):

@@ -31,7 +31,6 @@ __all__ = [
     "VersionField",
     "VersionedMixin",
     "VersionedQuerySet",
-    "deletes_itself",
     "read_version",
     "require_unchanged",
 ]
@@ -136,15 +135,23 @@ class VersionedMixin(models.Model):
                 connection.needs_rollback = was_doomed
             raise
 
+    save_with_version.alters_data = True  # type: ignore[attr-defined]
+
     async def asave_with_version(self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any) -> None:
         """Await `save_with_version`, which runs in a thread."""
         await sync_to_async(self.save_with_version)(expected=expected, **options)
 
-    def delete(self, using: str | None = None, keep_parents: bool = False) -> tuple[int, dict[str, int]]:  # noqa: FBT001, FBT002
-        """Delete as Django does; raise StaleObject if the row was changed or deleted since this instance was read."""
-        if self.pk is None:
-            return super().delete(using, keep_parents)  # Django explains why an unsaved instance cannot be deleted.
-        using = using or router.db_for_write(type(self), instance=self)
+    asave_with_version.alters_data = True  # type: ignore[attr-defined]
+
+    def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
+        """Delete as Django does; raise StaleObject if the row was changed or deleted since this instance was read.
+
+        What the caller gave is passed on as it is: the next class may delete softly, and have options of its own.
+        """
+        if not self._is_pk_set():  # type: ignore[attr-defined]
+            return super().delete(*args, **options)  # Django explains why an unsaved instance cannot be deleted.
+        given = options.get("using") or (args[0] if args else None)
+        using = given or router.db_for_write(type(self), instance=self)
         version = self._dlock_version
         expected = version.expected_version(self, "delete")
         with transaction.atomic(using=using):
@@ -154,7 +161,7 @@ class VersionedMixin(models.Model):
             if not models.QuerySet.update(rows, **{version.name: expected + 1}):
                 raise self._stale(using, "delete")
             version.count_up(self, using)  # A handler of pre_delete may save this instance.
-            return super().delete(using, keep_parents)
+            return super().delete(*args, **options)
 
     def delete_with_version(
         self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any
@@ -162,17 +169,22 @@ class VersionedMixin(models.Model):
         """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
         A `delete()` of your own may read the row again, and delete or mark it in any way: the row is compared before it
-        is called. `expected` and the errors are those of `save_with_version`.
+        is called. If its own `save()` then conflicts, Django dooms a surrounding transaction as after any `save()`.
+        `expected` and the errors are those of `save_with_version`.
         """
         self._check_expected(expected, "delete")
         require_unchanged(self, options.get("using"))
         return self.delete(**options)
+
+    delete_with_version.alters_data = True  # type: ignore[attr-defined]
 
     async def adelete_with_version(
         self, *, expected: int | NotGiven = NOT_GIVEN, **options: Any
     ) -> tuple[int, dict[str, int]]:
         """Await `delete_with_version`, which runs in a thread."""
         return await sync_to_async(self.delete_with_version)(expected=expected, **options)
+
+    adelete_with_version.alters_data = True  # type: ignore[attr-defined]
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
         """Refresh as Django does; a version that is read again without the other fields is refused when saving."""
@@ -266,25 +278,23 @@ def require_unchanged(instance: Any, using: str | None = None) -> None:
     """Raise StaleObject if others have changed a row since it was read, before a `delete()` of the model's own.
 
     Such a method may read the row again, into this instance or another, or write it by a query: that must not renew
-    what its caller knows. Nothing is locked, so that the method may take leases, locks and transactions in any order.
-    What others commit later it reads itself, if it reads the row again.
+    what its caller knows. What others commit later it reads itself, if it reads the row again. The `delete()` of the
+    mixin is not preceded by this: it compares where it locks the row.
+
+    Nothing is locked, so that the method may take leases, locks and transactions in any order; except in a transaction
+    on MySQL and MariaDB that reads from a snapshot, where only a locking SELECT reads what the method would overwrite.
     """
-    if instance.pk is None or not deletes_itself(type(instance)):
+    if type(instance).delete is VersionedMixin.delete or not instance._is_pk_set():  # noqa: SLF001 - Django's
         return
     version = instance._dlock_version
     expected = version.expected_version(instance, "delete")
     using = using or router.db_for_write(type(instance), instance=instance)
     key = instance._get_pk_val(version.model._meta)  # noqa: SLF001 - a method of this module calls it, too
-    # Not by the base manager: a change may have hidden the row from that.
-    rows: Any = models.QuerySet(version.model, using=using).filter(pk=key)
-    found = next(iter(rows.values_list(version.name, flat=True)), None)
+    # Not by the base manager: a change may have hidden the row from that. An ordering could join other tables.
+    rows: Any = models.QuerySet(version.model, using=using).filter(pk=key).order_by()
+    found = next(iter(found_versions(rows, version).values()), None)
     if found != expected:
         raise emit_conflict(StaleObject(instance, expected=expected, found=found, action="delete"))
-
-
-def deletes_itself(model: type[models.Model]) -> bool:
-    """Return whether a model has a `delete()` of its own; that of the mixin compares where it locks the row."""
-    return model.delete is not VersionedMixin.delete
 
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:

@@ -30,7 +30,7 @@ from django_dlock.forms.differences import (
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
 from django_dlock.version_field import has_had, has_written, latest_version, row_key
-from django_dlock.versions import VersionedMixin, deletes_itself, read_version, require_unchanged
+from django_dlock.versions import VersionedMixin, read_version, require_unchanged
 from dlock_core.observability.hooks import emit_conflict
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
@@ -354,8 +354,8 @@ class CheckedDeletion(_ModelFormSet):
 
         A `delete()` of the model's own may write the next of these rows by a query, to close a gap in an order.
         """
-        if commit and deletes_itself(self.model):  # What is deleted is computed anew each time it is asked for.
-            for form in self.deleted_forms:
+        if commit and self.can_delete:
+            for form in self.deleted_forms:  # They may be of several classes, of which some have a `delete()`.
                 if not form.instance._state.adding:
                     require_unchanged(form.instance)
         return super().save_existing_objects(commit)

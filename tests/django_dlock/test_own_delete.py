@@ -5,10 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connection, transaction
+from django.db import connection, models, transaction
 from django.forms import modelformset_factory
+from django.template import Context, Template
 from django.test import RequestFactory
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, isolate_apps
 from rest_framework.generics import DestroyAPIView
 
 from django_dlock import lock
@@ -22,7 +23,7 @@ from tests.django_dlock.admin_urls import DeleteTicket
 from tests.django_dlock.pages import form, sent_by
 from tests.django_dlock.parties import unlocked
 from tests.django_dlock.rest_views import send
-from tests.testapp.models import Tag, Ticket
+from tests.testapp.models import Article, ArticleProxy, Counter, Tag, Ticket
 
 pytestmark = pytest.mark.usefixtures("versions_from_1", "admin_pages")
 
@@ -390,3 +391,97 @@ def test_request_without_a_tag_deletes_what_the_own_delete_has_read(ticket, monk
     monkeypatch.setattr(Ticket, "delete", read_again)
     assert send(LenientDestroy.as_view(), "delete", ticket, {}).status_code == 204
     assert not Ticket.objects.exists()
+
+
+def by_query_where_it_was_read(self, **_):
+    Ticket.objects.using(self._state.db).filter(pk=self.pk).delete()
+
+
+SNAPSHOTS = [("mariadb", "read committed"), ("mariadb", "repeatable read"), ("mariadb", None)]
+
+
+@pytest.fixture(params=SNAPSHOTS, ids=lambda each: " ".join(map(str, each)))
+def with_snapshot(request, isolated, monkeypatch):
+    """Return the rows in a transaction of MariaDB that has read one, which others have changed since then."""
+    monkeypatch.setattr(Ticket, "delete", by_query_where_it_was_read)
+    alias = isolated(*request.param)
+    rows = Ticket.objects.using(alias)
+    rows.create(title="mine")
+    with transaction.atomic(using=alias):
+        rows.get()
+        Ticket.objects.using("mariadb").update(title="theirs")
+        yield rows
+
+
+def test_change_of_others_that_the_snapshot_of_a_transaction_does_not_show_is_not_deleted(with_snapshot):
+    ticket = Ticket(pk=with_snapshot.get().pk, version=1)
+    ticket._state.db = with_snapshot.db
+    with pytest.raises(StaleObject):
+        ticket.delete_with_version()
+    assert with_snapshot.exists()
+
+
+def test_row_that_was_locked_is_deleted_whatever_the_snapshot_of_a_transaction_shows(with_snapshot):
+    with_snapshot.select_for_update().get().delete_with_version()
+    assert not with_snapshot.exists()
+
+
+def test_formset_compares_the_rows_whose_own_class_has_a_delete(monkeypatch):
+    """As with polymorphic models, of which a formset lists several."""
+
+    def read_as_proxy(_, *row):
+        return models.Model.from_db.__func__(ArticleProxy, *row)
+
+    rows = modelformset_factory(
+        Article, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0, can_delete=True
+    )
+    Article.objects.create(title="mine", counter=Counter.objects.create(name="a"))
+    monkeypatch.setattr(
+        ArticleProxy, "delete", lambda self, **_: Article.objects.filter(pk=self.pk).delete(), raising=False
+    )
+    monkeypatch.setattr(Article, "from_db", classmethod(read_as_proxy))
+    formset = rows(sent_by(rows(), **{"form-0-DELETE": "on"}))
+    assert formset.is_valid()
+    Article.objects.update(title="theirs")
+    with pytest.raises(StaleObject):
+        formset.save()
+    assert Article.objects.get().title == "theirs"
+
+
+def test_comparison_joins_no_table_of_an_ordering(ticket, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", by_query)
+    monkeypatch.setattr(Ticket._meta, "ordering", ["owner__name"])
+    with CaptureQueriesContext(connection) as sent:
+        ticket.delete_with_version()
+    assert "JOIN" not in sent[0]["sql"]
+
+
+@isolate_apps("tests.testapp")
+@pytest.mark.parametrize("options", [{}, {"soft": True}, {"using": "default"}])
+def test_next_class_gets_what_the_caller_gave_and_may_delete_softly(ticket, options):
+    class SoftDeletion(models.Model):
+        class Meta:
+            abstract = True
+
+        def delete(self, using=None, soft=True):
+            assert soft
+            self.state = "closed"
+            self.save(using=using)
+
+    class SoftTicket(Ticket, SoftDeletion):
+        class Meta:
+            app_label, proxy = "testapp", True
+
+    soft = SoftTicket.objects.get()
+    soft.delete(**options)
+    assert Ticket.objects.get().state == "closed"
+    change(ticket, title="theirs")
+    with pytest.raises(StaleObject):
+        soft.delete_with_version()
+
+
+@pytest.mark.parametrize("method", ["save", "asave", "delete", "adelete"])
+def test_template_calls_no_method_that_writes(ticket, method):
+    ticket.title = "changed"
+    shown = Template("{{ ticket." + method + "_with_version }}").render(Context({"ticket": ticket}))
+    assert (shown, Ticket.objects.get().title) == ("", "old")
