@@ -13,9 +13,9 @@ import os
 import random
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "DatabaseRuntime",
     "Runtime",
     "Signal",
+    "Wakeup",
     "begin_task",
     "clock",
     "refuse_in_loop",
@@ -108,23 +109,30 @@ class DatabaseRuntime(Runtime, Protocol):
         """
 
 
-class _Wakeup:
-    """A `threading.Event` without a mutex, which an interrupt in `wait` could leave locked, so that `set` hangs."""
+class Wakeup:
+    """A wake-up of one thread: a lock that can be acquired once the wake-up is set.
 
-    __slots__ = ("_queue",)
+    `threading.Event` has a mutex, which an interrupt in `wait` could leave locked, so that `set` hangs. And
+    `SimpleQueue.get` of Python 3.11 and 3.12 never ends if a signal handler returns after its timeout.
+    """
+
+    __slots__ = ("_unset",)
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[None] = SimpleQueue()
+        self._unset = threading.Lock()
+        self._unset.acquire()
 
     def set(self) -> None:
-        self._queue.put(None)
+        with suppress(RuntimeError):  # It is set already.
+            self._unset.release()
+
+    def clear(self) -> None:
+        self._unset.acquire(blocking=False)
 
     def wait(self, seconds: float) -> bool:
-        try:
-            self._queue.get(timeout=max(0.0, seconds))
-        except Empty:
+        if not self._unset.acquire(timeout=max(0.0, seconds)):
             return False
-        self._queue.put(None)  # It stays set.
+        self.set()  # It stays set.
         return True
 
 
@@ -142,8 +150,8 @@ class Blocking:
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - this is what blocking means
 
-    def signal(self) -> _Wakeup:
-        return _Wakeup()
+    def signal(self) -> Wakeup:
+        return Wakeup()
 
     async def wait(self, signal: Any, seconds: float) -> bool:
         return bool(signal.wait(min(seconds, threading.TIMEOUT_MAX)))

@@ -20,7 +20,7 @@ from inspect import ismethod
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.runtime import clock
+from dlock_core.runtime import Wakeup, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +144,7 @@ class Scheduler:
         self, name: str, purpose: str, next_due: Callable[[], float | None], run_due: Callable[[], object]
     ) -> None:
         self._next_due, self._run_due = next_due, run_due
-        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._wake = Wakeup()
         self.sleeps_until = math.inf
         """When the thread checks its work next, `math.inf` while it is not running. Only the thread sets it, and work
         that is not due earlier need not be planned."""
@@ -155,7 +155,7 @@ class Scheduler:
     def plan(self, due: float) -> None:
         """Wake the thread at `due`, or earlier; call this after `next_due` includes it. Never blocks."""
         if due < self.sleeps_until:
-            self._wake.put(None)
+            self._wake.set()
         self.thread.ensure()
 
     def _serve(self) -> None:
@@ -174,12 +174,8 @@ class Scheduler:
         # is found by checking again after setting it. So the loop ends only if nothing was planned in between.
         while self.sleeps_until != (nearest := min(due if (due := self._next_due()) is not None else latest, latest)):
             self.sleeps_until = nearest
-        try:
-            self._wake.get(timeout=max(0.0, nearest - clock()))
-        except Empty:
-            self.was_woken = False
-        else:
-            self.was_woken = True
+        self.was_woken = self._wake.wait(nearest - clock())
+        self._wake.clear()  # Before the plan is read again.
 
 
 class CallbackThread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -100,6 +101,7 @@ class AsyncEngineConnector(EngineConnector):
     def __init__(self, engine: Engine, vendor: str, title: str) -> None:
         super().__init__(engine, vendor, title)
         self._loop = Loop()
+        self._loop_of_source: asyncio.AbstractEventLoop | None = None
         self.errors = (*self.errors, *_own_errors(engine.dialect))
         self.call = self._loop.call
 
@@ -107,6 +109,11 @@ class AsyncEngineConnector(EngineConnector):
         return self._loop.within(limit, self._open)
 
     def _open(self) -> Connection:
+        # SQLAlchemy initializes the dialect under a lock of the pool, which belongs to the loop in which two
+        # connections have met at it.
+        loop = asyncio.get_running_loop()
+        if self._loop_of_source is not loop:
+            self._source, self._loop_of_source = self._source.recreate(), loop
         return AsyncEngineConnection(self._dialect, self._connected(), self._loop)
 
     def _close(self, connection: Any) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,37 @@ async def test_asyncio_call_refuses_a_plain_answer() -> None:
     with pytest.raises(TypeError, match="use Lock"):
         await ASYNCIO.call(lambda: 42)
     assert await ASYNCIO.call(answer) == 42
+
+
+def test_wait_ends_if_a_signal_handler_returns_after_its_end() -> None:
+    wakeup, end = BLOCKING.signal(), clock() + 0.1
+
+    def handler(*_: object) -> None:
+        while clock() < end:
+            pass
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    interrupt = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGUSR1))
+    rescue = threading.Timer(10, wakeup.set)
+    for timer in (interrupt, rescue):
+        timer.start()
+    was_set = wakeup.wait(end - clock())
+    for timer in (interrupt, rescue):
+        timer.cancel()
+        timer.join()
+    signal.signal(signal.SIGUSR1, before)
+    assert not was_set
+
+
+def test_wakeup_stays_set_until_it_is_cleared() -> None:
+    wakeup = BLOCKING.signal()
+    wakeup.set()
+    wakeup.set()
+    assert wakeup.wait(0.0)
+    assert wakeup.wait(0.0)
+    wakeup.clear()
+    wakeup.clear()
+    assert not wakeup.wait(0.0)
 
 
 def test_run_returns_the_result_without_a_loop() -> None:

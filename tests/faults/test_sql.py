@@ -1,5 +1,6 @@
 """The connections of stores in a database disturb no others, whatever has become of them."""
 
+import asyncio
 import resource
 import secrets
 import socket
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, event
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import await_only
 
 from dlock_core import Lock
 from dlock_core.backend import Released
 from dlock_core.backends.sql.pool import DedicatedConnection
 from dlock_core.backends.table.backend import TableBackend
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
 from tests.table_stores import ASYNC, URLS, server_of, table
@@ -124,6 +128,25 @@ def test_listener_that_is_closed_while_it_opens_closes_its_connection(postgres: 
     assert not postgres._listener.is_listening
 
 
+@pytest.mark.parametrize("postgres", ["postgresql", "psycopg", "psycopg2", "psycopg_async"], indirect=True)
+def test_listener_that_is_closed_while_it_connects_closes_its_connection(
+    postgres: TableBackend, monkeypatch: Any
+) -> None:
+    connector: Any = postgres.pool.connector
+    opened, connect = [], connector.connect
+
+    def connect_and_close(limit: float) -> Any:
+        opened.append(connect(limit))
+        postgres._listener.close()
+        return opened[-1]
+
+    monkeypatch.setattr(connector, "connect", connect_and_close)
+    run(postgres._listener.open(BLOCKING))
+    (connection,) = opened
+    until(lambda: connection.driver.closed)
+    assert not postgres._listener.is_listening
+
+
 @pytest.mark.usefixtures("many_files")
 def test_waiter_is_told_in_a_process_with_many_files(postgres: TableBackend, name: str) -> None:
     with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
@@ -182,3 +205,22 @@ def test_event_that_leaves_a_transaction_open_is_no_hindrance(request: pytest.Fi
     backend = from_engine(engine)
     assert run(backend.inspect(BLOCKING, "n")) is not None
     backend.close()
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async", "asyncmy"])
+def test_database_that_fails_several_first_connections_at_once_is_unavailable_each_time(
+    request: pytest.FixtureRequest, driver: str
+) -> None:
+    """SQLAlchemy's lock around the first one belongs to one event loop, and ours ends when there is no connection."""
+    request.getfixturevalue(server_of(driver))
+    engine = create_async_engine(URLS[driver])
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def fail(*_: object) -> None:
+        await_only(asyncio.sleep(0.1))  # Until another connection waits for this one.
+        raise OperationalError("SELECT version()", {}, ConnectionResetError())
+
+    backend = from_engine(engine)
+    for _ in range(3):
+        errors = each([lambda: run(backend.inspect(BLOCKING, "n"))] * 3)
+        assert {type(error) for error in errors} == {BackendUnavailable}

@@ -98,8 +98,13 @@ class NotifyListener:
         # A pooler such as PgBouncer accepts a LISTEN and then delivers nothing. Only the arrival of our own
         # notification proves that releases will be reported; until then, waiters continue to poll. No lock has such a
         # name.
-        self._proof = f"?{secrets.token_hex(8)}"
+        self._proof = proof = f"?{secrets.token_hex(8)}"
         self._dedicated = dedicated = await self._pool.dedicated(runtime, CHANNEL)
+        if self._proof != proof:  # It was closed while it connected.
+            if self._dedicated is dedicated:
+                self._dedicated = None
+            await dedicated.close(runtime)
+            return
         await dedicated.step(runtime, CHANNEL, self._begin)
         await self._pool.step(runtime, CHANNEL, self._tell)
 
