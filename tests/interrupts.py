@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 from dlock_core.leases.lease import LeaseRecord, LeaseState
@@ -35,18 +35,31 @@ class Line:
     function: str
 
 
-class Tracer:
-    """Counts the lines that are executed in some files, and raises before one of them."""
+class Place(NamedTuple):
+    """A line, and the line that its function was called from."""
 
-    def __init__(self, files: Sequence[str], at: int = -1, error: type[BaseException] = SoftLimit) -> None:
+    code: CodeType
+    line: int
+    caller: CodeType | None
+    called_at: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Self:
+        caller = frame.f_back
+        return cls(frame.f_code, frame.f_lineno, caller and caller.f_code, caller.f_lineno if caller else 0)
+
+
+class Tracer:
+    """Notes the places that are executed in some files, or raises before one of them, the first time."""
+
+    def __init__(self, files: Sequence[str], at: Place | None = None, error: type[BaseException] = SoftLimit) -> None:
         self._files, self._at, self._error = tuple(files), at, error
         self._known: dict[CodeType, bool] = {}
         self._withs: dict[tuple[CodeType, int], bool] = {}
-        self.lines = 0
-        self.first: dict[object, int] = {}
-        """The count at which each line was first executed, for each line that its function was called from."""
+        self.places: dict[Place, None] = {}
+        """In the order in which they were first executed."""
         self.hit: Line | None = None
-        self._traces = self._call
+        self._traces = self._note_lines if at is None else self._seek
         """Python 3.11 may call a trace function that it has freed, which ends the process: this keeps it."""
 
     def __enter__(self) -> Self:
@@ -56,26 +69,31 @@ class Tracer:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _note_lines(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         is_ours = self._known.get(code)
         if is_ours is None:
             is_ours = any(part in code.co_filename for part in self._files) and "/tests/" not in code.co_filename
             self._known[code] = is_ours
-        return self._line if is_ours else None
+        return self._note if is_ours else None
 
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line" and not self._is_with(frame):
-            if self.lines == self._at:
-                self.hit = Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
-                self.lines += 1
-                raise self._error
-            if self._at < 0:
-                caller = frame.f_back
-                place = (frame.f_code, frame.f_lineno, caller and caller.f_code, caller and caller.f_lineno)
-                self.first.setdefault(place, self.lines)
-            self.lines += 1
-        return self._line
+            self.places.setdefault(Place.of(frame))
+        return self._note
+
+    def _seek(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Trace the lines of one function only: those of all took as long as the work itself."""
+        at = self._at
+        assert at is not None
+        is_there = frame.f_code is at.code and Place.of(frame)[2:] == at[2:]
+        return self._raise if is_there else None
+
+    def _raise(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and Place.of(frame) == self._at and self.hit is None:
+            self.hit = Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+            raise self._error
+        return self._raise
 
     def _is_with(self, frame: FrameType) -> bool:
         place = (frame.f_code, frame.f_lineno)
@@ -121,7 +139,7 @@ def each_line(
     """
     with Tracer(files) as counting:
         work()
-    for at in counting.first.values():
+    for at in counting.places:
         surfaced = False
         with grants() as granted:
             tracer = Tracer(files, at, error)

@@ -224,7 +224,7 @@ def test_deadlock_whose_error_gives_way_to_an_interrupt_lets_nothing_be_committe
 
     counting = Tracer(files)
     assert committed(counting) == (1, 1)
-    for at in counting.first.values():
+    for at in counting.places:
         tracer = Tracer(files, at)
         written, admitted = committed(tracer)
         if written > admitted:  # a signal handler cannot run where nothing is called

@@ -210,7 +210,7 @@ def test_program_that_goes_on_after_an_interrupt_commits_nothing_that_was_not_fe
         files = (*OURS, "sqlalchemy/orm/session.py", "sqlalchemy/engine/base.py")
         counting = Tracer(files)
         assert committed(counting)
-        for at in counting.first.values():
+        for at in counting.places:
             tracer = Tracer(files, at)
             assert not committed(tracer) or not unfenced, tracer.hit
     finally:
@@ -247,7 +247,7 @@ def test_deadlock_whose_error_gives_way_to_an_interrupt_lets_nothing_be_committe
     files = (*OURS, "sqlalchemy/engine/base.py")
     counting = Tracer(files)
     assert committed(counting)
-    for at in counting.first.values():
+    for at in counting.places:
         tracer = Tracer(files, at)
         committed(tracer)
         assert all(fenced), tracer.hit
