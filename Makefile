@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet
 
-SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
+SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin tcc
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
 # Containers often forbid it; then each of the processes that run side by side compiles every test once more, in ten seconds.
