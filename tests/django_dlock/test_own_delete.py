@@ -429,8 +429,8 @@ def test_row_that_was_locked_is_deleted_whatever_the_snapshot_of_a_transaction_s
 def test_formset_compares_the_rows_whose_own_class_has_a_delete(monkeypatch):
     """As with polymorphic models, of which a formset lists several."""
 
-    def read_as_proxy(_, *row):
-        return models.Model.from_db.__func__(ArticleProxy, *row)
+    def read_as_proxy(_, *row, **options):
+        return models.Model.from_db.__func__(ArticleProxy, *row, **options)
 
     rows = modelformset_factory(
         Article, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0, can_delete=True
