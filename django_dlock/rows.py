@@ -139,8 +139,8 @@ class RowLockMixin(models.Model):
         """Save as Django does, and remember what was written unless it is rolled back."""
         before = vars(self).get(SAVED_VALUES)
         super().save_base(*args, **kwargs)
-        self._remember(kwargs.get("update_fields"))
         restore_on_rollback(self, {SAVED_VALUES: before}, using=str(self._state.db))
+        self._remember(kwargs.get("update_fields"))
 
     def _remember(self, fields: Collection[str] | None) -> None:
         values = vars(self)

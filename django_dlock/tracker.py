@@ -293,19 +293,23 @@ class ConnectionTracker:
             self.current.note_release(sid)
 
     def savepoint_rollback(self, sid: str) -> None:
-        ending = self.current if self.current is not None and sid == self.current.anchor else None
+        transaction = self.current
         try:
             if isinstance(sid, _NoSavepoint):
                 self.connection.needs_rollback = True
             else:
                 self.django.savepoint_rollback(sid)
-            self._settle(ending)
+            self._undone(transaction, sid)
         except BaseException:
-            self._settle(ending)
+            self._undone(transaction, sid)
             raise
-        finally:
-            if ending is None and self.current is not None:
-                call_all(self.current.undo_to(sid))
+
+    def _undone(self, transaction: Transaction | None, sid: str) -> None:
+        """Restore what came after a savepoint; one that stands for the whole transaction ends it."""
+        if transaction is not None and sid == transaction.anchor:
+            self._settle(transaction)
+        elif transaction is not None:
+            transaction.undo_to(sid)
 
     def _settle(self, ending: Transaction | None) -> None:
         """Restore what was rolled back and report the end; repeat interrupted steps. Leases are released here.

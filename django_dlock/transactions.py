@@ -20,7 +20,7 @@ from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -92,8 +92,9 @@ class Transaction:
     undo: list[Step | AttributeValues | str] = field(default_factory=list)
     """The steps to call, last first, if the work done so far is undone, with the names of savepoints in between.
 
-    Work is undone by a rollback of the transaction or to an earlier savepoint, not if the outcome of COMMIT is unknown.
-    An error of a step is logged.
+    Work is undone by a rollback of the transaction or to an earlier savepoint. If the outcome of COMMIT is unknown,
+    only attributes are restored: a version that is too old is refused later, and one that was never committed is not.
+    An error of a step is logged. No step is removed before its call, so that it can be repeated after an interrupt.
     """
     driver: object = None
     """The driver's connection that it runs on, if that was open when it began."""
@@ -107,26 +108,29 @@ class Transaction:
             self.undo.append(newest := AttributeValues())
         newest.note(instance, values)
 
-    def undo_to(self, savepoint: str | None) -> list[Step]:
-        """Remove and return the steps that came after a savepoint, last first.
+    def undo_to(self, savepoint: str | None) -> None:
+        """Call the steps that came after a savepoint, last first, and remove them.
 
         A savepoint that is not in the list is older than all of it.
         """
-        steps: list[Step] = []
-        while self.undo and self.undo[-1] != savepoint:
-            step = self.undo.pop()
-            if isinstance(step, AttributeValues):
-                steps.append(step.restore)
-            elif not isinstance(step, str):
-                steps.append(step)
-        return steps
+        begin = end = len(self.undo)
+        while begin > 0 and self.undo[begin - 1] != savepoint:
+            begin -= 1
+        steps = deque(_steps(self.undo[begin:end]))
+        try:
+            call_all(steps)
+        finally:
+            if not steps:
+                del self.undo[begin:end]
 
     def pending_steps(self) -> deque[Step]:
         """Return the steps that are still to be called, now that it has ended; `call_all` removes called ones."""
         if self.pending is None:
-            steps = deque(self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else ())
-            for settle in reversed(self.settlers):
-                steps.append(partial(settle, self.outcome))
+            steps: deque[Step] = deque()
+            if self.outcome is not Outcome.COMMITTED:
+                is_known = self.outcome is Outcome.ROLLED_BACK
+                steps.extend(_steps(each for each in self.undo if is_known or isinstance(each, AttributeValues)))
+            steps.extend(partial(settle, self.outcome) for settle in reversed(self.settlers))
             self.pending = steps
         return self.pending
 
@@ -136,14 +140,14 @@ class Transaction:
         A savepoint that is not in the list is older than all of it.
         """
         index = next((n for n in range(len(self.undo) - 1, -1, -1) if self.undo[n] == savepoint), 0)
-        newer = self.undo[index:]
-        del self.undo[index:]
-        for each in newer:
-            before = self.undo[-1] if self.undo else None
+        merged = self.undo[:index]
+        for each in self.undo[index:]:
+            before = merged[-1] if merged else None
             if isinstance(each, AttributeValues) and isinstance(before, AttributeValues):
                 before.take_over(each)
             elif not isinstance(each, str):
-                self.undo.append(each)
+                merged.append(each)
+        self.undo[:] = merged
 
     def note_savepoints(self, sql: str) -> None:
         """Record the savepoints that a statement has created or ended, as programs may do by hand.
@@ -152,7 +156,7 @@ class Transaction:
         """
         for verb, name in savepoint_changes(sql):
             if verb == "ROLLBACK":
-                call_all(self.undo_to(name))
+                self.undo_to(name)
             elif verb == "RELEASE":
                 self.note_release(name)
             elif name is not None:
@@ -177,7 +181,7 @@ class Transaction:
     def _note_rolled_back(self, connection: BaseDatabaseWrapper) -> None:
         if connection.vendor == "sqlite" and connection.in_atomic_block:
             connection.needs_rollback = True  # otherwise each statement would now commit by itself
-        call_all(self.undo_to(None))
+        self.undo_to(None)
 
 
 def _has_rolled_back(connection: Any, error: Exception) -> bool:
@@ -216,6 +220,15 @@ def _may_be_idle(connection: Any) -> bool:
         return is_idle(connection)
     except connection.Database.Error:
         return True
+
+
+def _steps(undone: Iterable[Step | AttributeValues | str]) -> Iterator[Step]:
+    """Yield what is to be called if this work is undone, last first."""
+    for each in reversed(tuple(undone)):
+        if isinstance(each, AttributeValues):
+            yield each.restore
+        elif not isinstance(each, str):
+            yield each
 
 
 def is_undone(connection: Any) -> bool:

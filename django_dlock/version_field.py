@@ -215,15 +215,15 @@ class VersionField(_BigIntegerField):
         """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
         values, name = vars(instance), self.attname
         before, first, writes = values[name], values.get(_FIRST_OWN, ABSENT), values.get(_OWN_WRITES, ())
+        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _OWN_WRITES: writes}
+        former |= {_UNDONE: True, _LAST_UNDO: object()}
+        restore_on_rollback(instance, former, using=using)  # First: an interrupt may prevent what comes next.
         values[name] = before + 1
         values[_OWN_WRITES] = _with_write(writes, before)
         values.setdefault(_FIRST_OWN, before)
         values.pop(READ_VERSION, None)
         if PARTIAL not in values:
             values.pop(_UNDONE, None)
-        former = {name: before, READ_VERSION: ABSENT, _FIRST_OWN: first, _OWN_WRITES: writes}
-        former |= {_UNDONE: True, _LAST_UNDO: object()}
-        restore_on_rollback(instance, former, using=using)
 
 
 def row_key(instance: Any) -> tuple[type[models.Model], Any]:

@@ -21,6 +21,7 @@ from django_dlock.comparisons import (
     lock_versions,
     needs_lock,
 )
+from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import RowLockQuerySet
@@ -138,7 +139,12 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
             raise NotSupported(
                 "bulk_create(update_conflicts=True) cannot increment versions: read the rows and save them"
             )
-        return super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
+        created = super().bulk_create(
+            objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+        )
+        for obj in created if _version_of(self.model) else ():
+            restore_on_rollback(obj._state, {"adding": True}, using=self.db)  # as after create()
+        return created
 
     def _is_order_of_keys(self, objs: Iterable[Any], fields: Iterable[str]) -> bool:
         """Return whether this is `set_…_order([…])` of Django, which makes objects of keys and knows no versions."""

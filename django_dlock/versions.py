@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
-from django.db import connections, models, router, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, models, router, transaction
 from django.db.models.sql.where import AND
 
 from django_dlock import historical  # noqa: F401 - its receiver
@@ -24,13 +24,14 @@ from dlock_core.options import NOT_GIVEN, NotGiven
 from dlock_core.sql.versions import require_sent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping, Sequence
 
 __all__ = [
     "LockManager",
     "VersionField",
     "VersionedMixin",
     "VersionedQuerySet",
+    "has_own_delete",
     "read_version",
     "require_unchanged",
 ]
@@ -41,6 +42,9 @@ _COPIED: Final = "_dlock_copied"
 """Attribute of an instance while it is copied into another database: the version that it has in its own.
 
 Django 6.1 gives it that of the copy before `_do_insert` is called."""
+
+_KEEPS_BLOCK: Final = "_dlock_keeps_block"
+"""Attribute of an instance during `save_with_version`: a conflict of its own leaves the surrounding block usable."""
 
 
 class VersionedMixin(models.Model):
@@ -62,9 +66,10 @@ class VersionedMixin(models.Model):
     def save(self, *args: Any, **options: Any) -> None:
         """Save as Django does, or raise StaleObject if the row was changed or deleted since this instance was read."""
         state = self._state
+        if not self._is_pk_set():  # type: ignore[attr-defined]
+            state.adding = True  # A clone, or a deleted row. Django tries an UPDATE first, if the key has a default.
         if not state.adding:
-            given = options.get("using") or (args[2] if len(args) > 2 else None)
-            using = given or router.db_for_write(type(self), instance=self)
+            using = _alias(options, args[2:3]) or router.db_for_write(type(self), instance=self)
             if state.db != using and self._has_its_row_in(using):
                 # The instance comes from a replica. Django would read deferred fields from there, and write what it
                 # found, which may be older than the row.
@@ -84,8 +89,17 @@ class VersionedMixin(models.Model):
             }
         marks = {name: value for name, value in marks.items() if name not in vars(self)}  # A handler may save it again.
         vars(self).update(marks)
+        connection = connections[options.get("using") or DEFAULT_DB_ALIAS]
+        was_doomed = connection.needs_rollback
         try:
             super().save_base(*args, **options)
+        except StaleObject as error:
+            # Django dooms the surrounding block after any DatabaseError inside save(). Our own conflict was an UPDATE
+            # that matched no row, so there is nothing to roll back. Another instance's conflict, raised by a signal
+            # handler, may have left work behind: then the block stays doomed.
+            if _KEEPS_BLOCK in vars(self) and error.instance is self:
+                connection.needs_rollback = was_doomed
+            raise
         finally:
             for mark in marks:
                 vars(self).pop(mark, None)
@@ -123,17 +137,11 @@ class VersionedMixin(models.Model):
             with transaction.atomic(using=using):
                 self.save(**options)
             return
-        connection = connections[using]
-        was_doomed = connection.needs_rollback
+        vars(self)[_KEEPS_BLOCK] = True
         try:
             self.save(**options)
-        except StaleObject as error:
-            # Django dooms the surrounding block after any DatabaseError inside save(). Our own conflict was an UPDATE
-            # that matched no row, so there is nothing to roll back. Another instance's conflict, raised by a signal
-            # handler, may have left work behind: then the block stays doomed.
-            if error.instance is self:
-                connection.needs_rollback = was_doomed
-            raise
+        finally:
+            vars(self).pop(_KEEPS_BLOCK, None)
 
     save_with_version.alters_data = True  # type: ignore[attr-defined]
 
@@ -150,8 +158,7 @@ class VersionedMixin(models.Model):
         """
         if not self._is_pk_set():  # type: ignore[attr-defined]
             return super().delete(*args, **options)  # Django explains why an unsaved instance cannot be deleted.
-        given = options.get("using") or (args[0] if args else None)
-        using = given or router.db_for_write(type(self), instance=self)
+        using = _alias(options, args[:1]) or router.db_for_write(type(self), instance=self)
         version = self._dlock_version
         expected = version.expected_version(self, "delete")
         with transaction.atomic(using=using):
@@ -274,6 +281,11 @@ class VersionedMixin(models.Model):
         return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
+def has_own_delete(instance: Any) -> bool:
+    """Return whether a class has another `delete()` than the mixin's, which compares where it locks the row."""
+    return getattr(type(instance), "delete", None) is not VersionedMixin.delete
+
+
 def require_unchanged(instance: Any, using: str | None = None) -> None:
     """Raise StaleObject if others have changed a row since it was read, before a `delete()` of the model's own.
 
@@ -284,7 +296,7 @@ def require_unchanged(instance: Any, using: str | None = None) -> None:
     Nothing is locked, so that the method may take leases, locks and transactions in any order; except in a transaction
     on MySQL and MariaDB that reads from a snapshot, where only a locking SELECT reads what the method would overwrite.
     """
-    if type(instance).delete is VersionedMixin.delete or not instance._is_pk_set():  # noqa: SLF001 - Django's
+    if not has_own_delete(instance) or not instance._is_pk_set():  # noqa: SLF001 - Django's
         return
     version = instance._dlock_version
     expected = version.expected_version(instance, "delete")
@@ -295,6 +307,12 @@ def require_unchanged(instance: Any, using: str | None = None) -> None:
     found = next(iter(found_versions(rows, version).values()), None)
     if found != expected:
         raise emit_conflict(StaleObject(instance, expected=expected, found=found, action="delete"))
+
+
+def _alias(options: Mapping[str, Any], args: Sequence[Any]) -> str | None:
+    """Return the database that a caller has named, in Django's way; other classes have other positional arguments."""
+    given = next(iter(args), None)
+    return options.get("using") or (given if isinstance(given, str) and given in connections else None)
 
 
 def _filtered(rows: Any, values: dict[Any, Any]) -> Any:

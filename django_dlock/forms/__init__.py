@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
-from django.db import router
+from django.db import router, transaction
 from django.forms.renderers import DjangoTemplates
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
@@ -30,7 +30,7 @@ from django_dlock.forms.differences import (
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
 from django_dlock.version_field import has_had, has_written, latest_version, row_key
-from django_dlock.versions import VersionedMixin, read_version, require_unchanged
+from django_dlock.versions import VersionedMixin, has_own_delete, read_version, require_unchanged
 from dlock_core.observability.hooks import emit_conflict
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
@@ -344,6 +344,20 @@ class VersionedForms:
         form.is_row = True
         was_shown = form.is_bound and index is not None and index < self.initial_form_count()  # type: ignore[attr-defined]
         form.is_gone = was_shown and form.instance._state.adding
+
+    def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
+        """Save as Django does, but all rows or none: after a StaleObject in between, none was saved or deleted.
+
+        If a row that will be deleted has a `delete()` of its own, there is no transaction around all of them: such a
+        method may begin its own, and take locks before.
+        """
+        deleted = self.deleted_forms if self.can_delete else ()  # type: ignore[attr-defined]
+        if not commit or any(has_own_delete(form.instance) for form in deleted):
+            return super().save(commit)  # type: ignore[misc]
+        first = next(iter(self.initial_forms), None)  # type: ignore[attr-defined]
+        hints = {} if first is None else {"instance": first.instance}
+        with transaction.atomic(using=router.db_for_write(self.model, **hints)):  # type: ignore[attr-defined]
+            return super().save(commit)  # type: ignore[misc]
 
 
 class CheckedDeletion(_ModelFormSet):

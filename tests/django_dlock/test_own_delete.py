@@ -421,6 +421,21 @@ def test_change_of_others_that_the_snapshot_of_a_transaction_does_not_show_is_no
     assert with_snapshot.exists()
 
 
+def test_change_that_the_snapshot_does_not_show_is_not_deleted_with_autocommit_off(isolated, monkeypatch):
+    monkeypatch.setattr(Ticket, "delete", by_query_where_it_was_read)
+    alias = isolated("mariadb", "repeatable read")
+    Ticket.objects.using(alias).create(title="mine")
+    transaction.set_autocommit(False, using=alias)
+    try:
+        ticket = Ticket.objects.using(alias).get()
+        Ticket.objects.using("mariadb").update(title="theirs")
+        with pytest.raises(StaleObject):
+            ticket.delete_with_version()
+    finally:
+        transaction.rollback(using=alias)
+        transaction.set_autocommit(True, using=alias)
+
+
 def test_row_that_was_locked_is_deleted_whatever_the_snapshot_of_a_transaction_shows(with_snapshot):
     with_snapshot.select_for_update().get().delete_with_version()
     assert not with_snapshot.exists()
@@ -478,6 +493,24 @@ def test_next_class_gets_what_the_caller_gave_and_may_delete_softly(ticket, opti
     change(ticket, title="theirs")
     with pytest.raises(StaleObject):
         soft.delete_with_version()
+
+
+@isolate_apps("tests.testapp")
+def test_positional_argument_of_another_class_names_no_database(ticket):
+    class SoftDeletion(models.Model):
+        class Meta:
+            abstract = True
+
+        def delete(self, reason=None):
+            self.state = reason
+            self.save()
+
+    class SoftTicket(Ticket, SoftDeletion):
+        class Meta:
+            app_label, proxy = "testapp", True
+
+    SoftTicket.objects.get().delete("spam")
+    assert Ticket.objects.get().state == "spam"
 
 
 @pytest.mark.parametrize("method", ["save", "asave", "delete", "adelete"])

@@ -216,8 +216,9 @@ def test_database_that_fails_several_first_connections_at_once_is_unavailable_ea
     engine = create_async_engine(URLS[driver])
 
     @event.listens_for(engine.sync_engine, "connect")
-    def fail(*_: object) -> None:
+    def fail(connection: Any, _: object) -> None:
         await_only(asyncio.sleep(0.1))  # Until another connection waits for this one.
+        connection.close()  # SQLAlchemy before 2.0.55 leaves it to the garbage collector.
         raise OperationalError("SELECT version()", {}, ConnectionResetError())
 
     backend = from_engine(engine)

@@ -1,0 +1,170 @@
+"""The version in memory is never that of work that was not committed, however the transaction has ended."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from django.db import OperationalError, connections
+from django.db.transaction import atomic
+from django.forms import modelformset_factory
+
+from django_dlock.errors import StaleObject
+from django_dlock.forms import BaseVersionedModelFormSet, VersionedModelForm
+from django_dlock.versions import VersionedMixin
+from tests.django_dlock.pages import sent_by
+from tests.django_dlock.sessions import kill_session
+from tests.django_dlock.tracking import on_end
+from tests.interrupts import OURS, each_line
+from tests.testapp.models import Article, Code, Counter, Job
+
+pytestmark = pytest.mark.usefixtures("versions_from_1")
+
+DJANGOS = ("django/db/transaction.py", "django/db/backends/base/base.py")
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+def save(article: Article) -> None:
+    article.title = "mine"
+    article.save()
+
+
+def save_with_version(article: Article) -> None:
+    article.title = "mine"
+    article.save_with_version()
+
+
+def bulk_update(article: Article) -> None:
+    article.title = "mine"
+    Article.objects.bulk_update([article], ["title"])
+
+
+def delete(article: Article) -> None:
+    article.delete()
+
+
+def in_a_transaction(write: Callable[[Article], None], article: Article) -> None:
+    with suppress(Sorry), atomic():
+        write(article)
+        raise Sorry
+
+
+def in_a_savepoint(write: Callable[[Article], None], article: Article) -> None:
+    with atomic(), suppress(Exception), atomic():
+        write(article)
+        raise Sorry
+
+
+def in_a_released_savepoint(write: Callable[[Article], None], article: Article) -> None:
+    with suppress(Sorry), atomic():
+        with atomic():
+            write(article)
+        raise Sorry
+
+
+def committed(write: Callable[[Article], None], article: Article) -> None:
+    with atomic():
+        write(article)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+@pytest.mark.parametrize(
+    ("around", "write"),
+    [
+        *((in_a_transaction, each) for each in (save, save_with_version, bulk_update, delete)),
+        *((each, save) for each in (in_a_savepoint, in_a_released_savepoint, committed)),
+    ],
+)
+@pytest.mark.usefixtures("quiet")
+def test_version_in_memory_is_not_ahead_of_the_row_after_an_interrupt_at_any_line(database, around, write):
+    tried: list[Article] = []
+
+    def work() -> None:
+        around(write, tried[-1])
+
+    def new() -> None:
+        tried.append(Article.objects.create(title="old"))
+
+    new()
+    lines = 0
+    for line, _, _ in each_line(work, (*OURS, *DJANGOS)):
+        lines += 1
+        article = tried[-1]
+        connections["default"].close()
+        del connections["default"]  # The interrupt may have come in a block that Django has not left.
+        row = Article.objects.filter(pk=article.pk).first()
+        assert row is None or article.version <= row.version, line
+        new()
+    assert lines > 50
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("write", [save, delete])
+def test_version_in_memory_is_the_former_one_if_the_answer_to_commit_is_missing(database, write):
+    article = Article.objects.using(database).create(title="old")
+    with pytest.raises(OperationalError), atomic(database):
+        on_end(lambda _: None, using=database, before_commit=lambda: kill_session(database))
+        write(article)
+    row = Article.objects.using(database).get()
+    assert (row.title, row.version, article.version) == ("old", 1, 1)
+
+
+def test_row_whose_bulk_create_was_rolled_back_is_inserted_by_the_next_save(database):
+    code = Code(code="a")
+    with suppress(Sorry), atomic(database):
+        Code.objects.using(database).bulk_create([code])
+        raise Sorry
+    code.save(using=database)
+    assert Code.objects.using(database).exists()
+
+
+def test_clone_and_deleted_row_whose_key_has_a_default_are_inserted(database):
+    job = Job.objects.using(database).create()
+    job.delete()
+    job.save(using=database)
+    job.pk = None
+    job.save(using=database)
+    assert Job.objects.using(database).count() == 2
+
+
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+@pytest.mark.usefixtures("database")
+def test_formset_saves_no_row_if_one_of_them_has_changed_since_it_was_valid():
+    rows = modelformset_factory(
+        Article, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0
+    )
+    for _ in range(2):
+        Article.objects.create(title="old")
+    formset = rows(sent_by(rows(), **{"form-0-title": "mine", "form-1-title": "mine"}))
+    assert formset.is_valid()
+    Article.objects.filter(pk=formset.forms[1].instance.pk).update(title="theirs")
+    with pytest.raises(StaleObject):
+        formset.save()
+    assert {each.title for each in Article.objects.all()} == {"old", "theirs"}
+
+
+def test_block_of_a_model_s_own_save_is_rolled_back_by_a_conflict_that_leaves_the_transaction_usable(
+    database, monkeypatch
+):
+    def audited(self, **options):
+        with atomic(options["using"], savepoint=False):
+            Counter.objects.using(options["using"]).create(name="audit")
+            VersionedMixin.save(self, **options)
+
+    article = Article.objects.using(database).create(title="old")
+    Article.objects.using(database).update(title="theirs")
+    monkeypatch.setattr(Article, "save", audited)
+    with atomic(database), suppress(StaleObject):
+        article.save_with_version(using=database)
+    assert not Counter.objects.using(database).exists()
