@@ -34,6 +34,7 @@ __all__ = [
     "clock",
     "refuse_in_loop",
     "run",
+    "start_thread",
     "within",
 ]
 
@@ -109,6 +110,20 @@ class DatabaseRuntime(Runtime, Protocol):
         """
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; an exception of a signal handler is raised as it is.
+
+    A handler that raises in `Thread.start` may leave its bookkeeping half done: the error that follows, from which it
+    is cut out here, says nothing to the program. The thread may be running nevertheless.
+    """
+    try:
+        thread.start()
+    except (KeyError, RuntimeError) as error:  # RuntimeError: also if there are too many threads
+        if isinstance(error.__context__, BaseException) and "start new thread" not in str(error):
+            raise error.__context__ from None
+        raise
+
+
 class Wakeup:
     """A wake-up of one thread: a lock that can be acquired once the wake-up is set.
 
@@ -166,7 +181,7 @@ class Blocking:
         return run(step(self, *args))
 
     def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        threading.Thread(target=run, args=(coroutine,), name="dlock-background", daemon=True).start()
+        start_thread(threading.Thread(target=run, args=(coroutine,), name="dlock-background", daemon=True))
 
 
 class _LoopEvent(asyncio.Event):

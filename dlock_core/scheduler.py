@@ -20,7 +20,7 @@ from inspect import ismethod
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.runtime import Wakeup, clock
+from dlock_core.runtime import Wakeup, clock, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,12 +103,9 @@ class Background:
 
     def _start(self) -> None:
         try:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            start_thread(threading.Thread(target=self._run, name=self._name, daemon=True))
         except RuntimeError:  # Too many threads, or the interpreter is shutting down; the next call tries again.
             logger.exception("dlock: there is no thread %s", self._purpose)
-        except KeyError as error:
-            # A signal handler has raised in start(), which then fails to forget the thread: it is already running.
-            raise error.__context__ or error from None
 
     def _run(self) -> None:
         # Two threads may be started at once, of which one ends here. Work that arrives while the thread is ending is

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
-from dlock_core.backends.sql import finished
+from dlock_core.backends.sql import handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio
+from dlock_core.runtime import Asyncio, start_thread
 from dlock_core.scheduler import after_fork_in_child
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from concurrent.futures import Future
 
     from dlock_core.runtime import Runtime
 
@@ -47,9 +47,12 @@ class Loop:
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
         """Call a blocking function in SQLAlchemy's greenlet, to its end even if the task is cancelled."""
-        if isinstance(runtime, Asyncio):
-            return await finished(runtime, self._begin(function, *args))
-        return self._finish(self._begin(function, *args))
+        # The garbage collector may run in the loop's own thread, and so may the finalizer that closes the connections
+        # of a collected store. The loop cannot wait for itself: the connection is closed later, and there is no result.
+        if not isinstance(runtime, Asyncio) and asyncio._get_running_loop() is self._loop is not None:  # noqa: SLF001 - the public one raises elsewhere
+            self.spawn(partial(function, *args))
+            return None  # type: ignore[return-value]
+        return await handed_over(runtime, partial(self._begin, partial(function, *args)))
 
     def within(self, limit: float, function: Callable[[], T]) -> T:
         """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
@@ -62,7 +65,7 @@ class Loop:
 
     def spawn(self, function: Callable[[], object]) -> None:
         """Call a function inside a greenlet, and do not wait for it."""
-        self._begin(function)
+        self._begin(function, Future())
 
     def read(
         self, number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]
@@ -102,22 +105,10 @@ class Loop:
             loop, self._loop = self._loop, None  # Nothing is called before this: a later caller starts another.
             loop.call_soon_threadsafe(loop.stop)
 
-    def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        coroutine: Coroutine[Any, Any, T] = greenlet_spawn(function, *args)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.enter(coroutine))
-        future.add_done_callback(lambda _: self.leave(coroutine))
-        return future
-
-    def _finish(self, future: Future[T]) -> T:
-        # The garbage collector may run in the loop's own thread, and so may the finalizer that closes the connections
-        # of a collected store. The loop cannot wait for itself: the connection is closed later, and there is no result.
-        if asyncio._get_running_loop() is self._loop is not None:  # noqa: SLF001 - the public one raises elsewhere
-            return None  # type: ignore[return-value]
-        try:
-            return future.result()
-        except BaseException:
-            wait([future])  # Interrupted: the call has to finish before it can be undone.
-            raise
+    def _begin(self, function: Callable[[], T], outcome: Future[T]) -> None:
+        outcome.add_done_callback(self.leave)  # First: an interrupt may prevent what comes next.
+        loop = self.enter(outcome)
+        loop.call_soon_threadsafe(lambda: loop.create_task(_perform(function, outcome)))
 
 
 async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -135,9 +126,23 @@ async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
         raise TimeoutError(f"no answer within {format_seconds(limit)}") from error
 
 
+async def _perform(function: Callable[[], T], outcome: Future[T]) -> None:
+    if outcome.set_running_or_notify_cancel():
+        try:
+            answer = await greenlet_spawn(function)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the outcome
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(answer)
+
+
 def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True).start()
+    try:
+        start_thread(threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True))
+    except BaseException:
+        loop.call_soon_threadsafe(loop.stop)  # The thread may be running.
+        raise
     return loop
 
 

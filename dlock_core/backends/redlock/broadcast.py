@@ -29,7 +29,7 @@ from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.sockets import MAX_IDLE_CONNECTIONS, TRUSTED_IDLE_S, exchange_blocking, read_reply
 from dlock_core.backends.redis.transport import exchange, pack_commands, unavailable
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import ASYNCIO, BLOCKING, clock
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -225,7 +225,9 @@ class _BlockingBroadcast:
             self.wakeup = socket.socketpair()
             self.connections.poll.register(self.wakeup[0], select.POLLIN)
         self.connecting[index], node.connecting_pid = node.is_healthy, os.getpid()
-        threading.Thread(target=self._connect, args=(index, connection), daemon=True, name="dlock-redlock").start()
+        start_thread(
+            threading.Thread(target=self._connect, args=(index, connection), daemon=True, name="dlock-redlock")
+        )
 
     def _connect(self, index: int, connection: Any) -> None:
         """Connect and send, in a thread for this node; then wake the caller's thread, if it still waits."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio
+from dlock_core.runtime import Asyncio, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql.connection import Connection
     from dlock_core.runtime import Runtime
 
-__all__ = ["finished", "in_threads", "within"]
+__all__ = ["handed_over", "in_threads", "within"]
 
 T = TypeVar("T")
 
@@ -35,14 +35,41 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    # A driver's call cannot be stopped from outside, only its connection can be destroyed. If the task continued while
-    # the thread is still working, the next step would get the connection in the middle of this one.
-    return await finished(runtime, _executor().submit(function, *args))
+    return await handed_over(runtime, lambda outcome: _executor().submit(_perform, outcome, function, args))
 
 
-async def finished(runtime: Asyncio, future: Future[T]) -> T:
-    """Wait for another thread's work to be done, even if the task is cancelled."""
-    return await runtime.shield(asyncio.wrap_future(future))  # type: ignore[arg-type]  # A future needs no task.
+async def handed_over(runtime: Runtime, begin: Callable[[Future[T]], object]) -> T:
+    """Return the outcome of what `begin` has another thread do, which is over or never begins when this ends.
+
+    A driver's call cannot be stopped from outside, only its connection can be destroyed. If a task that is cancelled,
+    or a signal handler that raises, went on while the thread is still working, the next step would get the connection
+    in the middle of this one, and would undo it before it is done.
+    """
+    outcome: Future[T] = Future()
+    try:
+        begin(outcome)
+        return await _outcome(runtime, outcome)
+    except BaseException:
+        if not outcome.done() and not outcome.cancel():
+            with suppress(Exception):
+                await _outcome(runtime, outcome)
+        raise
+
+
+async def _outcome(runtime: Runtime, outcome: Future[T]) -> T:
+    if isinstance(runtime, Asyncio):
+        return await runtime.shield(asyncio.wrap_future(outcome))  # type: ignore[arg-type]  # A future needs no task.
+    return outcome.result()
+
+
+def _perform(outcome: Future[T], function: Callable[..., T], args: tuple[Any, ...]) -> None:
+    if outcome.set_running_or_notify_cancel():
+        try:
+            answer = function(*args)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the outcome
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(answer)
 
 
 def _executor() -> ThreadPoolExecutor:
@@ -59,7 +86,9 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
     """
     opened: Future[Connection] = Future()
     try:
-        threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
+        start_thread(
+            threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True)
+        )
         return opened.result(limit)
     except BaseException as error:
         is_late = opened.cancel()
@@ -93,7 +122,7 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
 def read_in_thread(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
     """Report each notification on a connection until it is aborted; it cannot be used otherwise from now on."""
     args = (connection, heard, ended)
-    threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True).start()
+    start_thread(threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True))
 
 
 def _read(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from kazoo.protocol.states import KazooState
 from dlock_core.backends.zookeeper.connection import Handler, KazooReply, send, tell
 from dlock_core.errors import BackendUnavailable, format_seconds
 from dlock_core.options import has_swallowed_options, is_host
-from dlock_core.runtime import clock
+from dlock_core.runtime import clock, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +134,7 @@ class ZooKeeperSession:
             client, self._kazoo = self._kazoo, None
         if client is not None:
             ending = threading.Thread(target=_end, args=(client,), name="dlock-zookeeper-close", daemon=True)
-            ending.start()
+            start_thread(ending)
             ending.join(self._timeout)  # do not wait for a server that does not answer
 
     def abandon(self) -> None:
@@ -172,7 +172,7 @@ class ZooKeeperSession:
                 if self._kazoo is client:  # otherwise a signal handler has started another one
                     self._kazoo, unused = started, client
                 if unused is not None:
-                    threading.Thread(target=_end, args=(unused,), daemon=True).start()
+                    start_thread(threading.Thread(target=_end, args=(unused,), daemon=True))
             return self._kazoo
 
     def _is_over(self, client: Any) -> bool:
