@@ -65,7 +65,12 @@ class Loop:
 
     def spawn(self, function: Callable[[], object]) -> None:
         """Call a function inside a greenlet, and do not wait for it."""
-        self._begin(function, Future())
+        outcome: Future[object] = Future()
+        try:
+            self._begin(function, outcome)
+        except BaseException:
+            outcome.cancel()  # So that the call leaves the loop if it has not begun.
+            raise
 
     def read(
         self, number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]
@@ -87,12 +92,17 @@ class Loop:
         """Keep the loop running until this guest, a connection or a call, leaves."""
         # No mutex: a signal handler that interrupted its owner would wait for the loop, and the loop for that mutex.
         self._inside.add(guest)  # From now on the loop cannot end.
-        if self._loop is None:
-            started = _started()
+        return self._loop or self._start()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        started = asyncio.new_event_loop()
+        try:
+            start_thread(threading.Thread(target=_run, args=(started,), name="dlock-database-loop", daemon=True))
             self._loop = loop = self._loop or started  # A thread or a signal handler may have started another.
-            if loop is not started:
+            return loop
+        finally:
+            if self._loop is not started:  # After an interrupt, too: the thread may be running.
                 started.call_soon_threadsafe(started.stop)
-        return self._loop
 
     def leave(self, guest: object) -> None:
         """Leave the loop, which ends when it is empty.
@@ -134,16 +144,6 @@ async def _perform(function: Callable[[], T], outcome: Future[T]) -> None:
             outcome.set_exception(error)
         else:
             outcome.set_result(answer)
-
-
-def _started() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    try:
-        start_thread(threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True))
-    except BaseException:
-        loop.call_soon_threadsafe(loop.stop)  # The thread may be running.
-        raise
-    return loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
