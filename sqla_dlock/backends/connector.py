@@ -213,6 +213,6 @@ def _compiled(sql: str, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
 
 
 def _own_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
-    """Return asyncpg's own errors: SQLAlchemy does not translate those that occur while it connects."""
+    """Return asyncpg's own errors: SQLAlchemy does not translate those that occur while it connects or listens."""
     asyncpg = getattr(dialect.loaded_dbapi, "asyncpg", None)
-    return () if asyncpg is None else (asyncpg.PostgresError, asyncpg.InterfaceError)
+    return () if asyncpg is None else (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import create_engine, event
@@ -18,10 +19,12 @@ from sqlalchemy.util import await_only
 from dlock_core import Lock
 from dlock_core.backend import Released
 from dlock_core.backends.sql.pool import DedicatedConnection
+from dlock_core.backends.table import waiting
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
+from tests.interrupts import SoftLimit
 from tests.table_stores import ASYNC, URLS, server_of, table
 from tests.waiting import until
 
@@ -83,13 +86,13 @@ def each(steps: list[Callable[[], Any]]) -> list[Any]:
 def with_waiter(backend: TableBackend, name: str, look: Callable[[], Any]) -> None:
     """Call `look` while a thread waits for a held lock, and then release the lock."""
     holder = Lock(backend, name, ttl=60).acquire()
-    waiting = threading.Thread(target=lambda: Lock(backend, name, wait=None).acquire().release())
-    waiting.start()
+    waiter = threading.Thread(target=lambda: Lock(backend, name, wait=None).acquire().release())
+    waiter.start()
     try:
         look()
     finally:
         holder.release()
-        waiting.join()
+        waiter.join()
 
 
 @pytest.mark.parametrize("postgres", ["postgresql", "psycopg_async"], indirect=True)
@@ -145,6 +148,30 @@ def test_listener_that_is_closed_while_it_connects_closes_its_connection(
     (connection,) = opened
     until(lambda: connection.driver.closed)
     assert not postgres._listener.is_listening
+
+
+@pytest.mark.parametrize("postgres", ["postgresql", "psycopg_async"], indirect=True)
+def test_waiter_listens_again_when_its_store_was_closed(postgres: TableBackend, name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(waiting, "RELISTEN_DELAY_S", 10_000.0)
+
+    def look() -> None:
+        until(lambda: postgres._listener.is_listening)
+        postgres.close()
+        until(lambda: postgres._listener.is_listening)
+
+    with_waiter(postgres, name, look)
+
+
+def test_next_waiter_listens_when_the_first_was_interrupted_while_it_began(
+    postgres: TableBackend, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(waiting, "RELISTEN_DELAY_S", 10_000.0)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(postgres._listener, "_begin", Mock(side_effect=SoftLimit))
+        with pytest.raises(SoftLimit):
+            run(postgres._listener.open(BLOCKING))
+    run(postgres._listener.open(BLOCKING))
+    until(lambda: postgres._listener.is_listening)
 
 
 @pytest.mark.usefixtures("many_files")

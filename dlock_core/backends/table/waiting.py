@@ -77,14 +77,23 @@ class NotifyListener:
         # Nothing is called before this, so that no other thread or signal handler opens it, too. A mutex would still be
         # held when a signal handler runs that waits for one of our locks.
         self._next = now + RELISTEN_DELAY_S
-        self.close()
+        self._abandon()
         try:
             await self._listen(runtime)
         except BackendUnavailable:
             self.is_listening, self._next = False, clock() + RECONNECT_DELAY_S
+        except BaseException:  # This caller is cancelled or interrupted; the next one tries at once.
+            self.is_listening, self._next = False, -math.inf
+            raise
 
     def close(self) -> None:
-        """Stop listening; the thread that reads from the connection closes it."""
+        """Stop listening; the next waiter begins again, and those who wait now look for themselves."""
+        self._abandon()
+        self._next = -math.inf
+        self._waiters.notify_all()
+
+    def _abandon(self) -> None:
+        """End the connection; the thread that reads from it closes it."""
         dedicated, self._dedicated, self.is_listening, self._proof = self._dedicated, None, False, ""
         if dedicated is not None:
             dedicated.abort()
