@@ -129,6 +129,7 @@ class Acquisition:
         "deadline",
         "held",
         "on_lost",
+        "pid",
         "renew",
         "request",
         "runtime",
@@ -148,7 +149,7 @@ class Acquisition:
         *,
         since: float | None = None,
     ) -> None:
-        self.runtime, self.backend, self.request = runtime, backend, request
+        self.runtime, self.backend, self.request, self.pid = runtime, backend, request, os.getpid()
         self.renew, self.on_lost = options.renew, options.on_lost
         self.started = self.sent = runtime.now()
         wait = options.wait if request.queue else 0.0
@@ -199,6 +200,9 @@ class Acquisition:
         `renewed`: False if the caller starts the renewal of several leases at once. Returns None for a grant that has
         already run out.
         """
+        if self.is_inherited():
+            reason = f"it was requested by process {self.pid}, which forked this one meanwhile"
+            raise NotHeld(self.request.name, reason=reason)
         now = self.runtime.now
         held = LeaseRecord(self.backend, self.request, granted, sent, now, self.on_lost)
         if held.until <= now():
@@ -220,6 +224,10 @@ class Acquisition:
         if self.held is not None:
             self.held.abandon()
 
+    def is_inherited(self) -> bool:
+        """Return whether a signal handler has forked this process during the acquire: it is the parent's."""
+        return self.pid != os.getpid()
+
     async def undo(self) -> None:
         """Remove everything of this acquire from the store: a lease, or a grant or queue position that may exist."""
         self.detach()
@@ -233,7 +241,7 @@ class Acquisition:
         """Undo the acquire in the background; it was detached before."""
         if self.held is not None:
             release_later(self.held)
-        elif self.touched:
+        elif self.touched and not self.is_inherited():
             repeat_later(self.backend, self.request.holder, self.leaving(), self.request.ttl, is_release=False)
 
     def seconds(self) -> float:
@@ -305,7 +313,7 @@ class Acquisition:
         await self.runtime.sleep(min(RNG.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
 
     async def abandon(self, error: BaseException | None = None) -> None:
-        if self.touched:
+        if self.touched and not self.is_inherited():
             try:
                 await clean_up(self.runtime, self._abandon(), error, self.deadline)
             except BaseException:  # The clean-up itself was interrupted: it can be repeated, and has to be.

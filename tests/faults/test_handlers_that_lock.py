@@ -1,6 +1,8 @@
 """A signal handler that takes locks of the same store hangs nowhere, wherever it interrupts another call."""
 
+import os
 import secrets
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -173,3 +175,35 @@ def test_signal_handler_that_takes_a_lock_while_the_session_is_started_shares_it
     with running(server), closing(connect(server.url)) as backend:
         in_a_thread(lambda: leases.append(Lock(backend, f"{one}:2", wait=20).acquire()))
         assert {lease.release() for lease in leases} == {Released.RELEASED}
+
+
+FORKS_IN_A_WAIT = """
+import os, signal, sys, threading
+from dlock_core import Lock, NotHeld, connect
+
+parent, forked = os.getpid(), threading.Event()
+holder = Lock(connect(sys.argv[1]), "fork", ttl=60).acquire()
+
+def fork(*_):
+    os.fork()
+    forked.set()
+
+threading.Thread(target=lambda: (forked.wait(), holder.release())).start()
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    lease = Lock(connect(sys.argv[1]), "fork", ttl=60, wait=30).acquire()
+except NotHeld:
+    os._exit(3 if os.getpid() == parent else 0)
+if os.getpid() != parent:
+    os._exit(1)
+assert lease.release().value == "released"
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_lock_belongs_to_the_parent_if_a_handler_forks_during_the_wait_for_it(redis_server: Any) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS_IN_A_WAIT, redis_server.url]
+    ended = subprocess.run(command, timeout=WITHIN_S * 3, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
