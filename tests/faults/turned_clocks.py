@@ -2,14 +2,17 @@
 
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests import servers
 from tests.conftest import give_up
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ class Turned:
 
     def __init__(self, shim: Path, directory: Path) -> None:
         self._file = directory.with_suffix(".clock")
-        self.set(0)
+        self._file.write_text("0")
         self.server = servers.redis(directory)
         variables = [f"LD_PRELOAD={shim}", f"CLOCK_FILE={self._file}"]
         self.server.command = ["env", *variables, *self.server.command]
@@ -37,7 +40,11 @@ class Turned:
 
     def set(self, seconds: int) -> None:
         """Set the clock ahead of the machine's by this many seconds, or behind it if negative."""
-        self._file.write_text(str(seconds))
+        new = self._file.with_suffix(".new")
+        new.write_text(str(seconds))
+        new.replace(self._file)  # The server never reads an empty file.
+        with redis.Redis.from_url(self.server.url) as client:
+            until(lambda: abs(client.time()[0] - time.time() - seconds) < 5)  # A server may keep the time for a while.
 
 
 @pytest.fixture
