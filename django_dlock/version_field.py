@@ -68,6 +68,15 @@ class LateVersion(int):
     """A version that an instance got later than other fields of its row, so it says nothing about them."""
 
 
+class AssignedVersion(int):
+    """A version that was assigned to an instance, with the one that was read before.
+
+    Django makes the parent of a multi-table instance of the values of its attributes, which are all that it gets.
+    """
+
+    read: Any
+
+
 class SentVersion(int):
     """A version that a client has sent: no conflict with the writes of an instance that was once compared with it.
 
@@ -122,9 +131,14 @@ class _VersionAttribute(DeferredAttribute):
         if isinstance(former, LateVersion):
             values[name] = _marked(number, is_late=True)
         elif former is not ABSENT:
-            values.setdefault(READ_VERSION, former)
+            read = values.setdefault(READ_VERSION, former)
+            if isinstance(number, int):
+                values[name] = assigned = AssignedVersion(number)
+                assigned.read = read
         elif not instance._state.adding:  # An instance that is being made gets all its fields now, one by one.
             self.field.mark_read(instance, (name,))
+        elif isinstance(number, AssignedVersion):
+            values[READ_VERSION] = number.read
 
 
 def _marked(number: Any, *, is_late: bool) -> Any:

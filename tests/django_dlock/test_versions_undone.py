@@ -16,7 +16,7 @@ from tests.django_dlock.pages import sent_by
 from tests.django_dlock.sessions import kill_session
 from tests.django_dlock.tracking import on_end
 from tests.interrupts import OURS, each_line
-from tests.testapp.models import Article, Code, Counter, Job
+from tests.testapp.models import Article, Code, Counter, Job, Place, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
 
@@ -136,6 +136,15 @@ def test_clone_and_deleted_row_whose_key_has_a_default_are_inserted(database):
     job.pk = None
     job.save(using=database)
     assert Job.objects.using(database).count() == 2
+
+
+def test_parent_link_of_an_instance_to_which_a_version_was_assigned_is_compared(database):
+    shop = Shop.objects.using(database).create(name="old")
+    Place.objects.using(database).update(name="theirs")
+    shop.version = Place.objects.using(database).get().version
+    with pytest.raises(StaleObject):
+        shop.place_ptr.save()
+    assert Place.objects.using(database).get().name == "theirs"
 
 
 @pytest.mark.parametrize("database", ["default"], indirect=True)
