@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import text
 from sqlalchemy.util.concurrency import greenlet_spawn
 
+from dlock_core.runtime import start_thread
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock.greenlets import await_
 
@@ -54,7 +55,7 @@ def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
             answers.append(Outcome.UNKNOWN)
 
     thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
-    thread.start()
+    start_thread(thread)
     thread.join(MAX_STATUS_WAIT_S)
     return answers[0] if answers else Outcome.UNKNOWN
 

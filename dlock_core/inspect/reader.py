@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from dlock_core.errors import BackendUnavailable
 from dlock_core.owner import printable
+from dlock_core.runtime import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,7 +117,7 @@ def _run_within(seconds: float, function: Callable[[], T]) -> T:
             done.append(error)
 
     thread = threading.Thread(target=call, name="dlock-inspector", daemon=True)
-    thread.start()
+    start_thread(thread)
     thread.join(seconds)
     if not done:
         raise TimeoutError(f"no answer within {seconds:g} s")

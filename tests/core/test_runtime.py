@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dlock_core import AcquireTimeout, LeaseLost, Lock, Released
-from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run, start_thread
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
 
@@ -225,3 +225,32 @@ def test_wait_on_the_clock_of_a_test_takes_no_time() -> None:
 def test_lock_on_the_clock_of_a_test_that_would_be_renewed_is_refused() -> None:
     with pytest.raises(ValueError, match="renew=False"):
         ManualRuntime().acquire(Lock(MemoryBackend(), "report"))
+
+
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("follows", [KeyError("thread"), RuntimeError("release unlocked lock")])
+def test_exception_of_a_signal_handler_in_the_start_of_a_thread_is_raised_as_it_is(follows: Exception) -> None:
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            try:
+                raise Interrupted
+            except Interrupted:
+                raise follows  # noqa: B904 - as the bookkeeping of threading does, when it was cut short
+
+    with pytest.raises(Interrupted):
+        start_thread(Thread())
+
+
+def test_failure_to_start_a_thread_is_told_also_while_another_error_is_handled() -> None:
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    try:
+        raise Interrupted
+    except Interrupted:
+        with pytest.raises(RuntimeError, match="new thread"):
+            start_thread(Thread())
