@@ -281,7 +281,7 @@ class ConnectionTracker:
         return sid
 
     def savepoint_commit(self, sid: str) -> None:
-        if self.current is not None and sid == self.current.anchor:
+        if self.current is not None and sid is not None and sid == self.current.anchor:
             self._finish(self.current, partial(self._release, sid))
         else:
             self._release(sid)
@@ -293,7 +293,7 @@ class ConnectionTracker:
             self.current.note_release(sid)
 
     def savepoint_rollback(self, sid: str) -> None:
-        transaction = self.current
+        transaction = self.current if sid is not None else None  # None: Django has made no savepoint, and does nothing.
         try:
             if isinstance(sid, _NoSavepoint):
                 self.connection.needs_rollback = True

@@ -25,6 +25,7 @@ from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import RowLockQuerySet
+from django_dlock.version_field import READ_VERSION
 from dlock_core.observability.hooks import emit_conflict
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
             objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
         )
         for obj in created if _version_of(self.model) else ():
+            vars(obj).pop(READ_VERSION, None)  # The version that was assigned to it, or to its original.
             restore_on_rollback(obj._state, {"adding": True}, using=self.db)  # as after create()
         return created
 

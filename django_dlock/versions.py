@@ -66,9 +66,10 @@ class VersionedMixin(models.Model):
     def save(self, *args: Any, **options: Any) -> None:
         """Save as Django does, or raise StaleObject if the row was changed or deleted since this instance was read."""
         state = self._state
-        if not self._is_pk_set():  # type: ignore[attr-defined]
-            state.adding = True  # A clone, or a deleted row. Django tries an UPDATE first, if the key has a default.
-        if not state.adding:
+        is_plain = not args and not options.keys() & {"force_insert", "force_update", "update_fields"}
+        if is_plain and not self._is_pk_set() and self._meta.pk.has_default():  # type: ignore[attr-defined]
+            options["force_insert"] = True  # A clone, or a deleted row, for whose new key Django would try an UPDATE.
+        elif not state.adding:
             using = _alias(options, args[2:3]) or router.db_for_write(type(self), instance=self)
             if state.db != using and self._has_its_row_in(using):
                 # The instance comes from a replica. Django would read deferred fields from there, and write what it

@@ -101,6 +101,7 @@ def search(directory: Path, run: str, compiler: Sequence[str] = AT_ONCE) -> str:
     return found
 
 
+@pytest.mark.timeout(600)  # The longest of these searches takes two minutes on a slow machine under load.
 @pytest.mark.parametrize("run", HOLDS)
 def test_what_is_promised_holds_however_the_processes_interleave(tmp_path, run):
     assert "errors: 0" in search(tmp_path, run, OPTIMIZED)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
-from django.db import router, transaction
+from django.db import router
 from django.forms.renderers import DjangoTemplates
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
@@ -30,7 +30,7 @@ from django_dlock.forms.differences import (
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
 from django_dlock.lazy import unwrapped
 from django_dlock.version_field import has_had, has_written, latest_version, row_key
-from django_dlock.versions import VersionedMixin, has_own_delete, read_version, require_unchanged
+from django_dlock.versions import VersionedMixin, read_version, require_unchanged
 from dlock_core.observability.hooks import emit_conflict
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
@@ -345,20 +345,6 @@ class VersionedForms:
         was_shown = form.is_bound and index is not None and index < self.initial_form_count()  # type: ignore[attr-defined]
         form.is_gone = was_shown and form.instance._state.adding
 
-    def save(self, commit: bool = True) -> Any:  # noqa: FBT001, FBT002 - as in Django
-        """Save as Django does, but all rows or none: after a StaleObject in between, none was saved or deleted.
-
-        If a row that will be deleted has a `delete()` of its own, there is no transaction around all of them: such a
-        method may begin its own, and take locks before.
-        """
-        deleted = self.deleted_forms if self.can_delete else ()  # type: ignore[attr-defined]
-        if not commit or any(has_own_delete(form.instance) for form in deleted):
-            return super().save(commit)  # type: ignore[misc]
-        first = next(iter(self.initial_forms), None)  # type: ignore[attr-defined]
-        hints = {} if first is None else {"instance": first.instance}
-        with transaction.atomic(using=router.db_for_write(self.model, **hints)):  # type: ignore[attr-defined]
-            return super().save(commit)  # type: ignore[misc]
-
 
 class CheckedDeletion(_ModelFormSet):
     """A base of formsets of VersionedModelForm, to the right, so that a row is checked after their own code has run."""
@@ -383,8 +369,8 @@ class CheckedDeletion(_ModelFormSet):
 
 
 class BaseVersionedModelFormSet(VersionedForms, CheckedDeletion):
-    """The formset for `modelformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""
+    """The formset for `modelformset_factory(…, form=VersionedModelForm, formset=…)`: one refused row refuses all."""
 
 
 class BaseVersionedInlineFormSet(VersionedForms, forms.BaseInlineFormSet, CheckedDeletion):  # type: ignore[type-arg]
-    """The formset for `inlineformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""
+    """The formset for `inlineformset_factory(…, form=VersionedModelForm, formset=…)`: one refused row refuses all."""

@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, transaction
 from django.db.transaction import atomic
-from django.forms import modelformset_factory
 
 from django_dlock.errors import StaleObject
-from django_dlock.forms import BaseVersionedModelFormSet, VersionedModelForm
 from django_dlock.versions import VersionedMixin
-from tests.django_dlock.pages import sent_by
 from tests.django_dlock.sessions import kill_session
 from tests.django_dlock.tracking import on_end
 from tests.interrupts import OURS, each_line
@@ -147,22 +144,6 @@ def test_parent_link_of_an_instance_to_which_a_version_was_assigned_is_compared(
     assert Place.objects.using(database).get().name == "theirs"
 
 
-@pytest.mark.parametrize("database", ["default"], indirect=True)
-@pytest.mark.usefixtures("database")
-def test_formset_saves_no_row_if_one_of_them_has_changed_since_it_was_valid():
-    rows = modelformset_factory(
-        Article, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0
-    )
-    for _ in range(2):
-        Article.objects.create(title="old")
-    formset = rows(sent_by(rows(), **{"form-0-title": "mine", "form-1-title": "mine"}))
-    assert formset.is_valid()
-    Article.objects.filter(pk=formset.forms[1].instance.pk).update(title="theirs")
-    with pytest.raises(StaleObject):
-        formset.save()
-    assert {each.title for each in Article.objects.all()} == {"old", "theirs"}
-
-
 def test_block_of_a_model_s_own_save_is_rolled_back_by_a_conflict_that_leaves_the_transaction_usable(
     database, monkeypatch
 ):
@@ -177,3 +158,31 @@ def test_block_of_a_model_s_own_save_is_rolled_back_by_a_conflict_that_leaves_th
     with atomic(database), suppress(StaleObject):
         article.save_with_version(using=database)
     assert not Counter.objects.using(database).exists()
+
+
+@pytest.mark.parametrize("end", [transaction.savepoint_commit, transaction.savepoint_rollback])
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+def test_end_of_a_savepoint_that_django_has_not_made_ends_no_transaction(database, end):
+    """As on SQLite with autocommit off."""
+    heard: list[object] = []
+    transaction.set_autocommit(False, using=database)
+    try:
+        on_end(heard.append, using=database)
+        article = Article.objects.using(database).create(title="old")
+        article.save()
+        end(transaction.savepoint(using=database), using=database)
+        assert (heard, article.version) == ([], 2)
+        transaction.commit(using=database)
+    finally:
+        transaction.rollback(using=database)
+        transaction.set_autocommit(True, using=database)
+    assert len(heard) == 1
+
+
+def test_instance_of_an_assigned_version_that_was_created_in_bulk_can_be_saved(database):
+    article = Article.objects.using(database).create(title="old")
+    article.version = 7
+    new = Article(title="new", version=article.version)
+    Article.objects.using(database).bulk_create([new])
+    new.save(using=database)
+    assert new.version == Article.objects.using(database).get(pk=new.pk).version

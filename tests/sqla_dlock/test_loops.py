@@ -47,7 +47,7 @@ def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: 
         for _ in range(2):  # the second waits for the end of the first
             run(loop.call(BLOCKING, lambda: None))
 
-    interrupt(monkeypatch, loops, "_started", handler)
+    interrupt(monkeypatch, loops, "start_thread", handler)
     assert threads.submit(loop.enter, "a connection").result(WITHIN) is seen[0]
     assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
     for guest in ("a connection", "a connection of the handler"):
