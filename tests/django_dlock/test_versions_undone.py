@@ -181,6 +181,7 @@ def test_end_of_a_savepoint_that_django_has_not_made_ends_no_transaction(databas
 
 def test_instance_of_an_assigned_version_that_was_created_in_bulk_can_be_saved(database):
     article = Article.objects.using(database).create(title="old")
+    article.save()
     article.version = 7
     new = Article(title="new", version=article.version)
     Article.objects.using(database).bulk_create([new])
