@@ -101,8 +101,9 @@ def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, in
 def found_versions(rows: Any, version: Any) -> dict[Any, int]:
     """Return the current versions of rows, by their primary keys."""
     connection = connections[rows.db]
-    in_transaction = connection.in_atomic_block or not connection.get_autocommit()
-    if connection.vendor == "mysql" and in_transaction and isolation_of_session(connection) not in READ_COMMITTED:
+    is_mysql = connection.vendor == "mysql"
+    in_transaction = is_mysql and (connection.in_atomic_block or not connection.get_autocommit())
+    if in_transaction and isolation_of_session(connection) not in READ_COMMITTED:
         # A plain SELECT reads the old versions from the transaction's snapshot; a locking one reads the newest.
         rows = only_locked(rows)
     return _by_key(rows, version)

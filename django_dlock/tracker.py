@@ -299,12 +299,12 @@ class ConnectionTracker:
                 self.connection.needs_rollback = True
             else:
                 self.django.savepoint_rollback(sid)
-            self._undone(transaction, sid)
+            self._restore(transaction, sid)
         except BaseException:
-            self._undone(transaction, sid)
+            self._restore(transaction, sid)
             raise
 
-    def _undone(self, transaction: Transaction | None, sid: str) -> None:
+    def _restore(self, transaction: Transaction | None, sid: str) -> None:
         """Restore what came after a savepoint; one that stands for the whole transaction ends it."""
         if transaction is not None and sid == transaction.anchor:
             self._settle(transaction)

@@ -31,7 +31,6 @@ __all__ = [
     "VersionField",
     "VersionedMixin",
     "VersionedQuerySet",
-    "has_own_delete",
     "read_version",
     "require_unchanged",
 ]
@@ -282,11 +281,6 @@ class VersionedMixin(models.Model):
         return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
-def has_own_delete(instance: Any) -> bool:
-    """Return whether a class has another `delete()` than the mixin's, which compares where it locks the row."""
-    return getattr(type(instance), "delete", None) is not VersionedMixin.delete
-
-
 def require_unchanged(instance: Any, using: str | None = None) -> None:
     """Raise StaleObject if others have changed a row since it was read, before a `delete()` of the model's own.
 
@@ -297,7 +291,7 @@ def require_unchanged(instance: Any, using: str | None = None) -> None:
     Nothing is locked, so that the method may take leases, locks and transactions in any order; except in a transaction
     on MySQL and MariaDB that reads from a snapshot, where only a locking SELECT reads what the method would overwrite.
     """
-    if not has_own_delete(instance) or not instance._is_pk_set():  # noqa: SLF001 - Django's
+    if type(instance).delete is VersionedMixin.delete or not instance._is_pk_set():  # noqa: SLF001 - Django's
         return
     version = instance._dlock_version
     expected = version.expected_version(instance, "delete")

@@ -119,7 +119,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except (KeyError, RuntimeError) as error:  # RuntimeError: also if there are too many threads
-        if isinstance(error.__context__, BaseException) and "start new thread" not in str(error):
+        if error.__context__ is not None and "start new thread" not in str(error):
             raise error.__context__ from None
         raise
 

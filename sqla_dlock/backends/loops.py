@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
-from dlock_core.backends.sql import handed_over
+from dlock_core.backends.sql import handed_over, perform
 from dlock_core.errors import format_seconds
 from dlock_core.runtime import Asyncio, start_thread
 from dlock_core.scheduler import after_fork_in_child
@@ -118,7 +118,7 @@ class Loop:
     def _begin(self, function: Callable[[], T], outcome: Future[T]) -> None:
         outcome.add_done_callback(self.leave)  # First: an interrupt may prevent what comes next.
         loop = self.enter(outcome)
-        loop.call_soon_threadsafe(lambda: loop.create_task(_perform(function, outcome)))
+        loop.call_soon_threadsafe(lambda: loop.create_task(greenlet_spawn(perform, outcome, function)))
 
 
 async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -134,16 +134,6 @@ async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
         return task.result()  # it arrived at this very moment
     except (Exception, asyncio.CancelledError) as error:
         raise TimeoutError(f"no answer within {format_seconds(limit)}") from error
-
-
-async def _perform(function: Callable[[], T], outcome: Future[T]) -> None:
-    if outcome.set_running_or_notify_cancel():
-        try:
-            answer = await greenlet_spawn(function)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the outcome
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(answer)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -11,7 +11,7 @@ which runs in the caller's thread, in a thread for a task, or inside SQLAlchemy'
 
 from dlock_core.backends.sql.connection import Connection, Connector, shut_socket, socket_of
 from dlock_core.backends.sql.pool import DedicatedConnection, Pool
-from dlock_core.backends.sql.threads import handed_over, in_threads, notifications, read_in_thread, within
+from dlock_core.backends.sql.threads import handed_over, in_threads, notifications, perform, read_in_thread, within
 
 __all__ = [
     "Connection",
@@ -21,6 +21,7 @@ __all__ = [
     "handed_over",
     "in_threads",
     "notifications",
+    "perform",
     "read_in_thread",
     "shut_socket",
     "socket_of",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql.connection import Connection
     from dlock_core.runtime import Runtime
 
-__all__ = ["handed_over", "in_threads", "within"]
+__all__ = ["handed_over", "in_threads", "perform", "within"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    return await handed_over(runtime, lambda outcome: _executor().submit(_perform, outcome, function, args))
+    return await handed_over(runtime, lambda outcome: _executor().submit(perform, outcome, function, *args))
 
 
 async def handed_over(runtime: Runtime, begin: Callable[[Future[T]], object]) -> T:
@@ -62,7 +62,8 @@ async def _outcome(runtime: Runtime, outcome: Future[T]) -> T:
     return outcome.result()
 
 
-def _perform(outcome: Future[T], function: Callable[..., T], args: tuple[Any, ...]) -> None:
+def perform(outcome: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Call a function that was handed over, unless this was given up, and report its outcome."""
     if outcome.set_running_or_notify_cancel():
         try:
             answer = function(*args)
