@@ -224,8 +224,9 @@ class ConnectionTracker:
             self._settle(ending)
             return
         is_unanswered = ending.outcome is Outcome.UNKNOWN
-        if is_unanswered and isinstance(error, Error) and (was_lost or _is_refused(error)):
-            ending.outcome = Outcome.ROLLED_BACK
+        if is_unanswered and isinstance(error, Error):
+            is_refused = was_lost or isinstance(error, ProgrammingError) or is_refusal(error)
+            ending.outcome = Outcome.ROLLED_BACK if is_refused else Outcome.UNKNOWN
         if not (is_unanswered and isinstance(error, DatabaseError)):  # after which Django rolls back
             self._roll_back(ending)
 
@@ -397,8 +398,3 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
     index = first - (len(blocks) - len(savepoints))
     savepoints[index] = savepoints[index] or _NoSavepoint("none")
     return savepoints[index]
-
-
-def _is_refused(error: Error) -> bool:
-    """Return whether an error of COMMIT means that nothing was committed."""
-    return isinstance(error, ProgrammingError) or is_refusal(error)

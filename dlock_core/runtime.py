@@ -192,7 +192,7 @@ class _LoopEvent(asyncio.Event):
         self._owner = asyncio.get_running_loop()
 
     def set(self) -> None:
-        if not self._owner.is_closed():
+        with suppress(RuntimeError):  # The loop is closed.
             self._owner.call_soon_threadsafe(super().set)
 
 

@@ -1,10 +1,9 @@
 """At whatever moment a signal handler raises, no lease stays behind, and no caller is locked out."""
 
 import asyncio
-import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
@@ -27,13 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """Collect coroutines that an interrupt cut short here, where their warnings are expected, not in a later test."""
-    yield
-    gc.collect()
 
 
 def block(store: MemoryBackend) -> None:

@@ -4,7 +4,6 @@ DLOCK_TEST_INTERRUPTS sets the number of interrupts; `make interrupts` runs 50,0
 """
 
 import asyncio
-import gc
 import json
 import os
 import socket
@@ -149,6 +148,7 @@ async def close_transports() -> None:
             transport._call_connection_lost(None)
 
 
+@pytest.mark.usefixtures("garbage_is_collected")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("step", [block, by_hand, renewal, joined, several])
@@ -173,7 +173,6 @@ def test_task_that_is_interrupted_at_any_moment_ends_its_lease_and_is_not_cancel
 
     assert asyncio.run(main()) > 200
     store.close()
-    gc.collect()
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])

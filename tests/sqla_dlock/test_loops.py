@@ -2,28 +2,41 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends import loops
-from sqla_dlock.backends.loops import Loop
+from tests.waiting import WITHIN, until
 
-WITHIN = 10.0
+
+def answer() -> str:
+    return run(loops.call_in_loop(BLOCKING, lambda: "alive"))
+
+
+def of_loops() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "dlock-database-loop"}
+
+
+@pytest.fixture
+def not_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, asyncio.AbstractEventLoop]]:
+    """The loops, by process: none. What a test starts is ended after it."""
+    before, started = of_loops(), dict[int, asyncio.AbstractEventLoop]()
+    monkeypatch.setattr(loops, "_loops", started)
+    yield started
+    for loop in started.values():
+        loop.call_soon_threadsafe(loop.stop)
+    until(lambda: of_loops() <= before)
 
 
 def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
     """The garbage collector runs in any thread: a store that it finds there is closed soon, and nothing hangs."""
-    loop, closed = Loop(), threading.Event()
-    loop.enter(closed)
-    loop.call_soon(lambda: run(loop.call(BLOCKING, closed.set)))
-    try:
-        assert closed.wait(WITHIN)
-        assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
-    finally:
-        loop.leave(closed)
+    closed = threading.Event()
+    loops.call_soon(lambda: run(loops.call_in_loop(BLOCKING, closed.set)))
+    assert closed.wait(WITHIN)
+    assert answer() == "alive"
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handler: Callable[[], object]) -> None:
@@ -39,43 +52,42 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handl
     monkeypatch.setattr(owner, method, interrupted)
 
 
+@pytest.mark.usefixtures("not_started")
 def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, threads, seen = Loop(), ThreadPoolExecutor(1), []
+    threads, seen, before = ThreadPoolExecutor(1), list[str](), of_loops()
 
     def handler() -> None:
-        seen.append(loop.enter("a connection of the handler"))
-        for _ in range(2):  # the second waits for the end of the first
-            run(loop.call(BLOCKING, lambda: None))
+        seen.extend([answer(), answer()])
 
     interrupt(monkeypatch, loops, "start_thread", handler)
-    assert threads.submit(loop.enter, "a connection").result(WITHIN) is seen[0]
-    assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
-    for guest in ("a connection", "a connection of the handler"):
-        loop.leave(guest)
+    assert threads.submit(answer).result(WITHIN) == "alive"
+    assert seen == ["alive", "alive"]
+    until(lambda: len(of_loops() - before) == 1)  # The other one, which nobody uses, has ended.
     threads.shutdown()
 
 
-def test_signal_handler_may_use_the_loop_while_it_is_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, threads, seen = Loop(), ThreadPoolExecutor(1), []
-    ended = loop.enter("a connection")
-    interrupt(
-        monkeypatch, ended, "call_soon_threadsafe", lambda: seen.append(run(loop.call(BLOCKING, lambda: "alive")))
-    )
-    threads.submit(loop.leave, "a connection").result(WITHIN)
-    assert seen == ["alive"]
-    threads.shutdown()
+def test_threads_that_call_at_once_start_one_loop(not_started: dict[int, asyncio.AbstractEventLoop]) -> None:
+    before, together = of_loops(), threading.Barrier(20)
+
+    def call() -> str:
+        together.wait(WITHIN)
+        return answer()
+
+    with ThreadPoolExecutor(20) as threads:
+        assert [each.result(WITHIN) for each in [threads.submit(call) for _ in range(20)]] == ["alive"] * 20
+    assert len(not_started) == 1
+    until(lambda: len(of_loops() - before) == 1)
 
 
-def test_task_that_a_driver_leaves_running_is_cancelled_when_the_loop_ends() -> None:
-    loop, begun = Loop(), threading.Event()
+def test_interrupted_start_leaves_no_loop(monkeypatch: pytest.MonkeyPatch, not_started: dict[int, object]) -> None:
+    before = of_loops()
 
-    async def ask_a_silent_server() -> None:
-        begun.set()
-        await asyncio.Event().wait()
+    def handler() -> None:
+        raise KeyboardInterrupt
 
-    inside = loop.enter("a connection")
-    running = asyncio.run_coroutine_threadsafe(ask_a_silent_server(), inside)
-    assert begun.wait(WITHIN)
-    loop.leave("a connection")
-    with pytest.raises(CancelledError):
-        running.result(WITHIN)
+    interrupt(monkeypatch, loops, "start_thread", handler)
+    with pytest.raises(KeyboardInterrupt):
+        answer()
+    assert not not_started
+    until(lambda: of_loops() <= before)
+    assert answer() == "alive"

@@ -10,18 +10,19 @@ which runs in the caller's thread, in a thread for a task, or inside SQLAlchemy'
 """
 
 from dlock_core.backends.sql.connection import Connection, Connector, shut_socket, socket_of
+from dlock_core.backends.sql.handover import Handover, handed_over
 from dlock_core.backends.sql.pool import DedicatedConnection, Pool
-from dlock_core.backends.sql.threads import handed_over, in_threads, notifications, perform, read_in_thread, within
+from dlock_core.backends.sql.threads import in_threads, notifications, read_in_thread, within
 
 __all__ = [
     "Connection",
     "Connector",
     "DedicatedConnection",
+    "Handover",
     "Pool",
     "handed_over",
     "in_threads",
     "notifications",
-    "perform",
     "read_in_thread",
     "shut_socket",
     "socket_of",

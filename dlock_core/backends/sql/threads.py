@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import threading
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from dlock_core.backends.sql.handover import Handover, handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio, start_thread
+from dlock_core.runtime import BLOCKING, Asyncio, run, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql.connection import Connection
     from dlock_core.runtime import Runtime
 
-__all__ = ["handed_over", "in_threads", "perform", "within"]
+__all__ = ["in_threads", "notifications", "read_in_thread", "within"]
 
 T = TypeVar("T")
 
@@ -35,42 +36,7 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    return await handed_over(runtime, lambda outcome: _executor().submit(perform, outcome, function, *args))
-
-
-async def handed_over(runtime: Runtime, begin: Callable[[Future[T]], object]) -> T:
-    """Return the outcome of what `begin` has another thread do, which is over or never begins when this ends.
-
-    A driver's call cannot be stopped from outside, only its connection can be destroyed. If a task that is cancelled,
-    or a signal handler that raises, went on while the thread is still working, the next step would get the connection
-    in the middle of this one, and would undo it before it is done.
-    """
-    outcome: Future[T] = Future()
-    try:
-        begin(outcome)
-        return await _outcome(runtime, outcome)
-    except BaseException:
-        if not outcome.done() and not outcome.cancel():
-            with suppress(Exception):
-                await _outcome(runtime, outcome)
-        raise
-
-
-async def _outcome(runtime: Runtime, outcome: Future[T]) -> T:
-    if isinstance(runtime, Asyncio):
-        return await runtime.shield(asyncio.wrap_future(outcome))  # type: ignore[arg-type]  # A future needs no task.
-    return outcome.result()
-
-
-def perform(outcome: Future[T], function: Callable[..., T], *args: Any) -> None:
-    """Call a function that was handed over, unless this was given up, and report its outcome."""
-    if outcome.set_running_or_notify_cancel():
-        try:
-            answer = function(*args)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the outcome
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(answer)
+    return await handed_over(runtime, lambda call: _executor().submit(call.perform), partial(function, *args))
 
 
 def _executor() -> ThreadPoolExecutor:
@@ -85,39 +51,40 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
 
     A connection for which the caller no longer waits, because it is late or a signal handler has raised, is closed.
     """
-    opened: Future[Connection] = Future()
+    opened: list[Connection] = []  # Whoever takes the connection out of this list closes it.
+    is_awaited = True
+
+    def open_one() -> None:
+        opened.append(connect())
+        if not is_awaited:
+            _close_late(opened)
+
+    call = Handover(BLOCKING, open_one)
     try:
-        start_thread(
-            threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True)
-        )
-        return opened.result(limit)
-    except BaseException as error:
-        is_late = opened.cancel()
-        if isinstance(error, TimeoutError):
-            if is_late:
-                raise TimeoutError(f"no connection within {format_seconds(limit)}") from None
-            return opened.result()  # it was opened at this very moment
-        if not is_late and opened.exception() is None:  # A signal handler has raised.
-            opened.result().close()
+        start_thread(threading.Thread(target=call.perform, name="dlock-database-connect", daemon=True))
+        if run(call.wait(limit)):
+            call.outcome()
+            return opened[0]
+        is_awaited = False
+        if (connection := _taken(opened)) is not None:  # It was opened at this very moment.
+            return connection
+    except BaseException:
+        is_awaited = False
+        _close_late(opened)
         raise
+    raise TimeoutError(f"no connection within {format_seconds(limit)}")
 
 
-def _connect(connect: Callable[[], Connection], opened: Future[Connection]) -> None:
+def _close_late(opened: list[Connection]) -> None:
+    if (connection := _taken(opened)) is not None:
+        connection.close()
+
+
+def _taken(opened: list[Connection]) -> Connection | None:
     try:
-        connection = connect()
-    except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the connection
-        _settle(opened.set_exception, error)
-    else:
-        if not _settle(opened.set_result, connection):
-            connection.close()
-
-
-def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
-    try:
-        settle(outcome)
-    except InvalidStateError:
-        return False
-    return True
+        return opened.pop()
+    except IndexError:  # It is not open, or the other thread has taken it.
+        return None
 
 
 def read_in_thread(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
