@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.testing import ManualRuntime
 from sqla_dlock.backends import loops
 from tests.waiting import WITHIN, until
 
@@ -37,6 +38,11 @@ def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
     loops.call_soon(lambda: run(loops.call_in_loop(BLOCKING, closed.set)))
     assert closed.wait(WITHIN)
     assert answer() == "alive"
+
+
+def test_call_on_a_clock_that_a_test_advances_waits_for_the_loop_in_real_time() -> None:
+    loops.call_soon(lambda: threading.Event().wait(0.05))  # So that the answer is not there when the caller waits.
+    assert run(loops.call_in_loop(ManualRuntime(), lambda: "alive")) == "alive"
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handler: Callable[[], object]) -> None:
