@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import os
 import random
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -32,6 +33,7 @@ __all__ = [
     "Wakeup",
     "begin_task",
     "clock",
+    "refuse_at_exit",
     "refuse_in_loop",
     "run",
     "start_thread",
@@ -116,12 +118,19 @@ def start_thread(thread: threading.Thread) -> None:
     A handler that raises in `Thread.start` may leave its bookkeeping half done: the error that follows, from which it
     is cut out here, says nothing to the program. The thread may be running nevertheless.
     """
+    refuse_at_exit()
     try:
         thread.start()
     except (KeyError, RuntimeError) as error:  # RuntimeError: also if there are too many threads
         if error.__context__ is not None and "start new thread" not in str(error):
             raise error.__context__ from None
         raise
+
+
+def refuse_at_exit() -> None:
+    """Raise RuntimeError if the interpreter is ending: its other threads run no more, and nobody would answer."""
+    if sys.is_finalizing():
+        raise RuntimeError("the interpreter is ending: release locks before, for example in an atexit function")
 
 
 class Wakeup:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,11 +18,11 @@ from sqlalchemy.util import greenlet_spawn
 
 from dlock_core.backends.sql import Handover, handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import BLOCKING, Asyncio, start_thread
+from dlock_core.runtime import Asyncio, start_thread
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from dlock_core.runtime import Runtime
 
@@ -48,7 +49,7 @@ async def call_in_loop(runtime: Runtime, function: Callable[..., T], *args: Any)
 
 def within(limit: float, function: Callable[[], T]) -> T:
     """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
-    return await_(_within(limit, greenlet_spawn(function)))
+    return await_(_within(limit, Handover(function)))
 
 
 def call_soon(function: Callable[[], object]) -> None:
@@ -58,7 +59,7 @@ def call_soon(function: Callable[[], object]) -> None:
 
 def spawn(function: Callable[[], object]) -> None:
     """Call a function inside a greenlet, and do not wait for it."""
-    _begin(Handover(BLOCKING, function))
+    _begin(Handover(function))
 
 
 def read(number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]) -> None:
@@ -95,23 +96,25 @@ def _started() -> asyncio.AbstractEventLoop:
             loop.call_soon_threadsafe(loop.stop)
 
 
-async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
+async def _within(limit: float, call: Handover[T]) -> T:
     """Like `asyncio.wait_for`, but cancel repeatedly: the clean-up may wait for the same silent server."""
-    task = asyncio.ensure_future(coroutine)
+    task = asyncio.ensure_future(greenlet_spawn(call.perform))
     await asyncio.wait([task], timeout=limit)
     if task.done():
-        return task.result()
+        return call.outcome()
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
     try:
-        return task.result()  # it arrived at this very moment
+        return call.outcome()  # it arrived at this very moment
     except (Exception, asyncio.CancelledError) as error:
         raise TimeoutError(f"no answer within {format_seconds(limit)}") from error
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+    is_stopped = False
+    while not is_stopped:
+        with suppress(BaseException):  # asyncio raises a SystemExit here, too, which a driver's callback may raise.
+            loop.run_forever()
+            is_stopped = True
+    loop.close()

@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,14 +17,14 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.sql import Handover, handed_over, within
+from dlock_core.backends.sql import Handover, handed_over, in_threads, within
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import ASYNCIO, BLOCKING, run, start_thread
 from sqla_dlock.backends import loops
 from sqla_dlock.backends.table import from_engine
 from tests.interrupts import SoftLimit, each_line
 from tests.table_stores import URLS, server_of
-from tests.waiting import WITHIN, until
+from tests.waiting import WITHIN, auntil, until
 
 pytestmark = [
     pytest.mark.usefixtures("garbage_is_collected"),
@@ -34,7 +36,6 @@ HANDS_OVER = (
     "/dlock_core/backends/sql/handover.py",
     "/dlock_core/backends/sql/threads.py",
     "/sqla_dlock/backends/loops.py",
-    "/concurrent/futures/thread.py",
 )
 ASYNCIOS = ("/asyncio/base_events.py", "/asyncio/selector_events.py")
 
@@ -109,6 +110,102 @@ def test_work_that_has_not_begun_never_begins_after_an_interrupt() -> None:
     assert not done
 
 
+@pytest.mark.parametrize("ways", ["threads", "loop"])
+def test_task_does_not_go_on_before_its_work_is_over_although_all_tasks_are_cancelled_again_and_again(
+    ways: str,
+) -> None:
+    begun, released, told = threading.Event(), threading.Event(), list[str]()
+    hand_over = in_threads if ways == "threads" else loops.call_in_loop
+
+    def work() -> None:
+        begun.set()
+        released.wait(WITHIN)
+        told.append("over")
+
+    async def cancel_all() -> None:
+        for _ in range(5):
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        caller = asyncio.create_task(hand_over(ASYNCIO, work))
+        await auntil(begun.is_set)
+        await cancel_all()
+        assert not caller.done()
+        released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert told == ["over"]
+
+    asyncio.run(main())
+
+
+def test_second_interrupt_does_not_go_on_before_the_work_is_over_either() -> None:
+    told, handled = list[str](), threading.Semaphore(0)
+
+    def handle(*_: object) -> None:
+        told.append("interrupted")
+        handled.release()
+        raise SoftLimit(len(told))
+
+    def work() -> None:
+        for _ in range(2):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert handled.acquire(timeout=WITHIN)
+        told.append("over")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(SoftLimit, match="2"):
+            run(loops.call_in_loop(BLOCKING, work))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told == ["interrupted", "interrupted", "over"]
+
+
+PRELUDE = """
+import os, signal, threading
+from dlock_core.runtime import BLOCKING, run
+from sqla_dlock.backends import loops
+"""
+FORKS = """
+pids, forked = [], threading.Event()
+def fork(*_):
+    pids.append(os.fork())
+    forked.set()
+def step():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    forked.wait()
+signal.signal(signal.SIGUSR1, fork)
+try:
+    run(loops.call_in_loop(BLOCKING, step))
+except RuntimeError as error:
+    os._exit(7 if pids == [0] and "forked this one" in str(error) else 8)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) if pids[0] else 9)
+"""
+ENDS = """
+class Late:
+    def __del__(self, call=loops.call_in_loop, runtime=BLOCKING, run=run):
+        run(call(runtime, int))
+run(loops.call_in_loop(BLOCKING, int))
+late = Late()
+late.itself = late
+"""
+
+
+def test_child_that_a_handler_forks_during_a_call_is_told_so() -> None:
+    done = subprocess.run([sys.executable, "-c", PRELUDE + FORKS], timeout=WITHIN, check=False)
+    assert done.returncode == 7
+
+
+def test_finalizer_at_the_end_of_the_interpreter_does_not_wait_for_threads_that_no_longer_run() -> None:
+    command = [sys.executable, "-c", PRELUDE + ENDS]
+    done = subprocess.run(command, timeout=WITHIN, check=False, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "the interpreter is ending" in done.stderr
+
+
 class AtReturn:
     """Raises when function number `number` of these files returns: a signal handler may run there, too.
 
@@ -133,7 +230,7 @@ class AtReturn:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self.FILES) or is_in_start(frame):
             return None
-        if event == "call" and frame.f_code.co_name == "wait":
+        if event == "call" and frame.f_code.co_name in {"wait", "ended"}:
             self.reached.set()
         self.count += event == "return"
         if event == "return" and self.count == self.number:
@@ -160,6 +257,14 @@ def call_in_busy_loop(interrupt: AtReturn) -> None:
         run(loops.call_in_loop(BLOCKING, lambda: None))
 
 
+def call_in_thread_of_a_task(interrupt: AtReturn) -> None:
+    async def main() -> None:
+        with interrupt:
+            await in_threads(ASYNCIO, interrupt.holds_up)
+
+    asyncio.run(main())
+
+
 def connect_slowly(interrupt: AtReturn) -> None:
     def connect() -> Any:
         interrupt.holds_up()
@@ -169,11 +274,15 @@ def connect_slowly(interrupt: AtReturn) -> None:
         within(WITHIN, connect)
 
 
+async def of_task() -> int:
+    return await in_threads(ASYNCIO, int)
+
+
 def is_connecting() -> bool:
     return any(thread.name == "dlock-database-connect" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("work", [call_in_busy_loop, connect_slowly])
+@pytest.mark.parametrize("work", [call_in_busy_loop, call_in_thread_of_a_task, connect_slowly])
 def test_interrupt_at_the_end_of_any_function_leaves_no_thread_that_hangs(work: Callable[[AtReturn], None]) -> None:
     is_reached, number = True, 0
     with ThreadPoolExecutor(1) as another:
@@ -182,8 +291,11 @@ def test_interrupt_at_the_end_of_any_function_leaves_no_thread_that_hangs(work: 
             interrupt = AtReturn(number)
             with suppress(SoftLimit):
                 work(interrupt)
-            answer = another.submit(run, loops.call_in_loop(BLOCKING, lambda: "alive"))
-            assert answer.result(WITHIN) == "alive", number
+            for answer in [
+                another.submit(run, loops.call_in_loop(BLOCKING, int)),
+                another.submit(asyncio.run, of_task()),
+            ]:
+                assert answer.result(WITHIN) == 0, number
             until(lambda: not is_connecting())
             is_reached = interrupt.count >= number
     assert number > 5

@@ -40,6 +40,20 @@ def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
     assert answer() == "alive"
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_loop_survives_what_a_listener_of_one_engine_raises(error: type[BaseException]) -> None:
+    """asyncio lets these two end a loop; the calls of all other stores would never be answered."""
+
+    def fail() -> None:
+        raise error
+
+    loops.call_soon(fail)
+    assert answer() == "alive"
+    with pytest.raises(error):
+        run(loops.call_in_loop(BLOCKING, lambda: loops.within(WITHIN, fail)))
+    assert answer() == "alive"
+
+
 def test_call_on_a_clock_that_a_test_advances_waits_for_the_loop_in_real_time() -> None:
     loops.call_soon(lambda: threading.Event().wait(0.05))  # So that the answer is not there when the caller waits.
     assert run(loops.call_in_loop(ManualRuntime(), lambda: "alive")) == "alive"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Generic, TypeVar
+import asyncio
+import os
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from dlock_core.runtime import BLOCKING, Asyncio
+from dlock_core.runtime import Asyncio, Wakeup, refuse_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["Handover", "handed_over"]
 
 T = TypeVar("T")
+
+LOOK_AGAIN_S: Final = 1.0
+"""Seconds after which a caller looks itself whether its call is over.
+
+A signal handler that raises in asyncio's own code may lose the wake-up, and none comes in a child that a handler forks.
+"""
 
 
 class Handover(Generic[T]):
@@ -27,14 +36,14 @@ class Handover(Generic[T]):
 
     is_over = False
 
-    def __init__(self, runtime: Runtime, function: Callable[[], T]) -> None:
-        # The other thread works in real time, even if the caller's clock is one that a test advances.
-        self._runtime = runtime if isinstance(runtime, Asyncio) else BLOCKING
-        self._signal = self._runtime.signal()
+    def __init__(self, function: Callable[[], T]) -> None:
         self._not_begun = [function]
         """Emptied by whoever comes first: the thread that begins the call, or the caller who gives it up."""
         self._answer: T
         self._error: BaseException | None = None
+        self._wakeup, self._pid = Wakeup(), os.getpid()
+        self._future: asyncio.Future[None] | None = None
+        """What a task waits for: not another task, which a program that cancels all of them would cancel, too."""
 
     def perform(self) -> None:
         """Call the function in this thread, unless that was given up."""
@@ -47,7 +56,10 @@ class Handover(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._error = error
         self.is_over = True
-        self._signal.set()
+        self._wakeup.set()
+        if (future := self._future) is not None:
+            with suppress(RuntimeError):  # Its loop is closed.
+                future.get_loop().call_soon_threadsafe(_wake, future)
 
     def give_up(self) -> bool:
         """Return True if the call will never begin; False if it has begun."""
@@ -57,9 +69,30 @@ class Handover(Generic[T]):
             return False
         return True
 
-    async def wait(self, seconds: float = math.inf) -> bool:
-        """Wait until the call is over, even while the task is being cancelled; return False after `seconds`."""
-        return self.is_over or await self._runtime.shield(self._runtime.wait(self._signal, seconds))
+    def wait(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
+        """Block until the call is over; return False after `seconds`."""
+        return self.is_over or self._wakeup.wait(seconds)
+
+    async def ended(self, runtime: Runtime) -> None:
+        """Wait until the call is over, even while the task is being cancelled; raise RuntimeError in a forked child."""
+        if not isinstance(runtime, Asyncio):
+            while not self.wait(LOOK_AGAIN_S):
+                self._refuse_in_child()
+            return
+        self._future = future = asyncio.get_running_loop().create_future()
+        cancelled: asyncio.CancelledError | None = None
+        while not self.is_over:
+            try:
+                await asyncio.wait([future], timeout=LOOK_AGAIN_S)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            self._refuse_in_child()
+        if cancelled is not None:
+            raise cancelled
+
+    def _refuse_in_child(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError(f"process {self._pid}, which forked this one, has begun this call")
 
     def outcome(self) -> T:
         """Return what the function has returned, or raise what it has raised, once."""
@@ -69,6 +102,11 @@ class Handover(Generic[T]):
         return self._answer
 
 
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 async def handed_over(runtime: Runtime, begin: Callable[[Handover[T]], object], function: Callable[[], T]) -> T:
     """Return the outcome of a call that `begin` gives to another thread; at the end it is over, or never begins.
 
@@ -76,12 +114,28 @@ async def handed_over(runtime: Runtime, begin: Callable[[Handover[T]], object], 
     or a signal handler that raises, went on while the thread is still working, the next step would get the connection
     in the middle of this one, and would undo it before it is done.
     """
-    call = Handover(runtime, function)
+    refuse_at_exit()
+    call = Handover(function)
     try:
         begin(call)
-        await call.wait()
+        await call.ended(runtime)
+    except GeneratorExit:  # The task's loop has ended, and nothing can be awaited.
+        call.give_up()
+        raise
     except BaseException:
-        if not call.give_up():
-            await call.wait()
+        await _settle(runtime, call)
         raise
     return call.outcome()
+
+
+async def _settle(runtime: Runtime, call: Handover[T]) -> None:
+    """Give a call up, or wait until it is over, whatever interrupts that, too; the last interrupt is raised."""
+    if call.give_up() or call.is_over:
+        return
+    try:
+        await call.ended(runtime)
+    except (GeneratorExit, RuntimeError):  # The loop has ended, or this is a forked child.
+        raise
+    except BaseException:
+        await _settle(runtime, call)
+        raise

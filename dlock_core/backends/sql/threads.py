@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import select
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.backends.sql.handover import Handover, handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import BLOCKING, Asyncio, run, start_thread
+from dlock_core.runtime import Asyncio, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,21 +29,56 @@ MAX_THREADS: Final = 1000
 
 They are not the event loop's, which may all be waiting for our locks."""
 
-_executors: dict[int, ThreadPoolExecutor] = {}
+
+class Threads:
+    """Threads that perform calls: an idle one, or a new one.
+
+    `ThreadPoolExecutor.submit` has mutexes that a signal handler which raises may leave locked (see `Handover`), one of
+    them in common with all executors of the process; and the end of the interpreter waits for its threads.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Handover[Any]] = SimpleQueue()
+        self._threads: set[int] = set()
+        self._idle: set[int] = set()
+
+    def perform(self, call: Handover[Any]) -> None:
+        """Have a call performed, as soon as there is a thread for it."""
+        self._calls.put(call)
+        self._ensure()
+
+    def _ensure(self) -> None:
+        """Start a thread if more calls are waiting than threads are idle.
+
+        Both who adds a call and who has taken one look, each after the change of its own: the latter sees the calls of
+        all who saw it idle at the last moment.
+        """
+        if self._calls.qsize() > len(self._idle) and len(self._threads) < MAX_THREADS:
+            start_thread(threading.Thread(target=self._serve, name="dlock-database", daemon=True))
+
+    def _serve(self) -> None:
+        me = threading.get_ident()
+        self._threads.add(me)
+        while True:
+            self._idle.add(me)
+            call = self._calls.get()
+            self._idle.discard(me)
+            with suppress(RuntimeError):  # There can be no more threads: the others will take the calls.
+                self._ensure()
+            call.perform()
+            del call
+
+
+_threads: Final[dict[int, Threads]] = {}
+"""The threads, by the process: a forked child has none of its parent's."""
 
 
 async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
     """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    return await handed_over(runtime, lambda call: _executor().submit(call.perform), partial(function, *args))
-
-
-def _executor() -> ThreadPoolExecutor:
-    executor = _executors.get(os.getpid())  # a forked child has none of its parent's threads
-    if executor is None:
-        executor = _executors.setdefault(os.getpid(), ThreadPoolExecutor(MAX_THREADS, "dlock-database"))
-    return executor
+    threads = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), Threads())
+    return await handed_over(runtime, threads.perform, partial(function, *args))
 
 
 def within(limit: float, connect: Callable[[], Connection]) -> Connection:
@@ -59,10 +94,10 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
         if not is_awaited:
             _close_late(opened)
 
-    call = Handover(BLOCKING, open_one)
+    call = Handover(open_one)
     try:
         start_thread(threading.Thread(target=call.perform, name="dlock-database-connect", daemon=True))
-        if run(call.wait(limit)):
+        if call.wait(limit):
             call.outcome()
             return opened[0]
         is_awaited = False
