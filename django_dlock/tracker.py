@@ -15,12 +15,12 @@ from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from django.db import DatabaseError, Error, ProgrammingError
+from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.transactions import Transaction, is_undone, text_of
 from dlock_core.flow import flow_variable
-from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
+from dlock_core.sql.driver_errors import is_plain_refusal, warn_unless_known
 from dlock_core.sql.statement_kinds import is_data_statement
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["ConnectionTracker", "has_open_transaction", "leases_of_context", "tracker_for", "wrap_statements"]
 
 logger = logging.getLogger("dlock")
-
 
 leases_of_context: Final[ContextVar[tuple[Any, ...]]] = flow_variable("dlock_leases", ())
 """The leases (`TiedDatabases`) that this context holds, even in a thread with other connections."""
@@ -117,14 +116,15 @@ class ConnectionTracker:
             transaction.has_spoken = self._may_take_snapshot(text)
         if transaction.comment and isinstance(sql, str) and not many:  # drivers parse the beginning of executemany's
             sql = transaction.comment + sql
+        is_control = bool(transaction.undo) and not (is_data or is_data_statement(text))
         try:
             answer = execute(sql, params, many, context)
+            if is_control:
+                transaction.note_savepoints(text)
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
-            transaction.note_failure(self.connection, error)
+            transaction.note_failure(self.connection, error, text if is_control else "")
             raise
-        if transaction.undo and not (is_data or is_data_statement(text)):
-            transaction.note_savepoints(text)
         return answer
 
     def _before_statement(self, sql: str, transaction: Transaction | None, leases: tuple[Any, ...]) -> None:
@@ -224,9 +224,8 @@ class ConnectionTracker:
             self._settle(ending)
             return
         is_unanswered = ending.outcome is Outcome.UNKNOWN
-        if is_unanswered and isinstance(error, Error):
-            is_refused = was_lost or isinstance(error, ProgrammingError) or is_refusal(error)
-            ending.outcome = Outcome.ROLLED_BACK if is_refused else Outcome.UNKNOWN
+        if is_unanswered and isinstance(error, Error) and ending.is_ended_by(error, self.connection, was_lost=was_lost):
+            self._settle(ending)
         if not (is_unanswered and isinstance(error, DatabaseError)):  # after which Django rolls back
             self._roll_back(ending)
 
@@ -301,8 +300,9 @@ class ConnectionTracker:
             else:
                 self.django.savepoint_rollback(sid)
             self._restore(transaction, sid)
-        except BaseException:
-            self._restore(transaction, sid)
+        except BaseException as error:
+            if not is_plain_refusal(error):
+                self._restore(transaction, sid)
             raise
 
     def _restore(self, transaction: Transaction | None, sid: str) -> None:

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
-from django.db import Error
+from django.db import Error, ProgrammingError
 
 from dlock_core.sql.database import IDLE, IN_ERROR, transaction_status
-from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, failure_of_statement
+from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, failure_of_statement, is_refusal
 from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
@@ -162,14 +162,29 @@ class Transaction:
             elif name is not None:
                 self.undo.append(name)
 
-    def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException) -> None:
-        """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction."""
+    def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException, sql: str = "") -> None:
+        """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction.
+
+        `sql` is the statement if it may end savepoints. After an interrupt they count as ended, because it may have
+        been executed: a version that is too old is refused later.
+        """
         if not isinstance(error, Error):  # it may have replaced one
+            self.note_savepoints(sql)
             return
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
             self.is_begun_anew = True
             self._note_rolled_back(connection)
         self.is_unanswered = False
+
+    def is_ended_by(self, error: Error, connection: Any, *, was_lost: bool) -> bool:
+        """Record the outcome that an error of COMMIT means; return whether it has ended and Django rolls nothing back.
+
+        `atomic()` rolls back after such an error, `commit()` does not. The transaction stays open if SQLite has refused
+        its COMMIT, which can be repeated, or if a driver has refused to turn autocommit on.
+        """
+        is_refused = was_lost or isinstance(error, ProgrammingError) or is_refusal(error)
+        self.outcome = Outcome.ROLLED_BACK if is_refused else Outcome.UNKNOWN
+        return is_refused and self.is_manual and (connection.vendor == "mysql" or _may_be_idle(connection))
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
         """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""

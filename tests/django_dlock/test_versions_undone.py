@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from django.db import OperationalError, connections, transaction
+from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
 from django.db.transaction import atomic
 
 from django_dlock.errors import StaleObject
 from django_dlock.versions import VersionedMixin
+from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import kill_session
 from tests.django_dlock.tracking import on_end
-from tests.interrupts import OURS, each_line
+from tests.interrupts import OURS, SoftLimit, each_line
 from tests.testapp.models import Article, Code, Counter, Job, Place, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
@@ -67,6 +68,14 @@ def committed(write: Callable[[Article], None], article: Article) -> None:
         write(article)
 
 
+def in_a_savepoint_by_hand(write: Callable[[Article], None], article: Article) -> None:
+    with atomic(), connections["default"].cursor() as cursor:
+        cursor.execute("SAVEPOINT by_hand")
+        write(article)
+        with suppress(SoftLimit):
+            cursor.execute("ROLLBACK TO SAVEPOINT by_hand")
+
+
 @pytest.fixture
 def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
@@ -80,7 +89,7 @@ def quiet() -> Iterator[None]:
     ("around", "write"),
     [
         *((in_a_transaction, each) for each in (save, save_with_version, bulk_update, delete)),
-        *((each, save) for each in (in_a_savepoint, in_a_released_savepoint, committed)),
+        *((each, save) for each in (in_a_savepoint, in_a_released_savepoint, in_a_savepoint_by_hand, committed)),
     ],
 )
 @pytest.mark.usefixtures("quiet")
@@ -115,6 +124,54 @@ def test_version_in_memory_is_the_former_one_if_the_answer_to_commit_is_missing(
         write(article)
     row = Article.objects.using(database).get()
     assert (row.title, row.version, article.version) == ("old", 1, 1)
+
+
+REFUSE_COMMIT = """
+CREATE FUNCTION refuse_commit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE integrity_constraint_violation; END $$;
+CREATE CONSTRAINT TRIGGER refuse_commit AFTER INSERT ON testapp_counter DEFERRABLE INITIALLY DEFERRED
+FOR EACH ROW EXECUTE FUNCTION refuse_commit();
+"""
+
+
+@pytest.fixture
+def refuses_commit(database) -> Iterator[None]:
+    """Let PostgreSQL refuse the COMMIT of what has inserted a counter."""
+    with connections[database].cursor() as cursor:
+        cursor.execute(REFUSE_COMMIT)
+    yield
+    with connections[database].cursor() as cursor:
+        cursor.execute("DROP FUNCTION refuse_commit() CASCADE")
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.usefixtures("refuses_commit")
+def test_commit_by_hand_that_is_refused_is_the_end_of_its_transaction(database):
+    """`atomic()` rolls back then, `commit()` does not; but the database has begun nothing new."""
+    article, heard = Article.objects.using(database).create(title="old"), list[object]()
+    transaction.set_autocommit(False, using=database)
+    try:
+        on_end(heard.append, using=database)
+        article.save()
+        Counter.objects.using(database).create(name="refused")
+        with pytest.raises(IntegrityError):
+            transaction.commit(using=database)
+        assert (heard, article.version) == ([Outcome.ROLLED_BACK], 1)
+        article.title = "again"
+        article.save()
+        transaction.commit(using=database)
+    finally:
+        transaction.set_autocommit(True, using=database)
+    assert Article.objects.using(database).get().version == article.version == 2
+
+
+def test_refused_rollback_to_a_savepoint_restores_nothing_that_the_database_keeps(database):
+    article = Article.objects.using(database).create(title="old")
+    with atomic(database):
+        article.save()
+        with suppress(DatabaseError):
+            transaction.savepoint_rollback("never_made", using=database)
+    assert article.version == Article.objects.using(database).get().version
+    article.save()
 
 
 def test_row_whose_bulk_create_was_rolled_back_is_inserted_by_the_next_save(database):
