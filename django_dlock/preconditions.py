@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import ValidationError
-from django.db import connections, models, router, transaction
+from django.db import connections, models, router
 from django.http import Http404, HttpResponseNotModified
 
 from django_dlock.comparisons import only_locked
-from django_dlock.connections import in_transaction, roll_back_refusal
+from django_dlock.connections import in_transaction, own_block, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import row_name
@@ -145,7 +145,7 @@ class _ConditionalView:
             if request.method in READ_METHODS:
                 return self._read(request, value, lambda: view(*args, **kwargs))
             alias = self.using or router.db_for_write(self.model)
-            with transaction.atomic(using=alias):
+            with own_block(alias):
                 self._is_known(request, value, _current_tag(self.model, value, self.variant, alias=alias, lock=True))
                 answer = _LATE_WORK.refuse_answer(
                     view, view(*args, **kwargs), "use check_preconditions() in an async view"

@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from asgiref.sync import sync_to_async
-from django.db import models, router, transaction
+from django.db import models, router
 from django.db.models.fields.files import FieldFile
 from django.db.models.query_utils import DeferredAttribute
 
-from django_dlock.connections import restore_on_rollback
+from django_dlock.connections import own_block, restore_on_rollback
 from django_dlock.querysets import RowLock, RowLockOptions, RowLockQuerySet, row_name
 from django_dlock.refresh import fields_read
 from django_dlock.versioned_querysets import LockManager
@@ -95,7 +95,7 @@ class RowLockMixin(models.Model):
         """
         lock = _row_lock(cls, how)
         using = using or router.db_for_write(cls)
-        with transaction.atomic(using=using):
+        with own_block(using):
             rows = cls._default_manager.using(using)
             yield lock.fetch(row_name(cls, pk), rows, lambda locked: locked.get(pk=pk))
 

@@ -21,7 +21,7 @@ from django_dlock.comparisons import (
     lock_versions,
     needs_lock,
 )
-from django_dlock.connections import restore_on_rollback
+from django_dlock.connections import own_block, restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import RowLockQuerySet
@@ -51,7 +51,7 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
         if not is_locked and not has_parents(self.model):
             return super().update(**values)
         # Django sends one UPDATE for each table that the model inherits from, and only together may they take effect.
-        with transaction.atomic(using=self.db):
+        with own_block(self.db):
             rows: Any = lock_matching(self, version) if is_locked else self
             self._result_cache = None
             return super(CountingQuerySet, rows).update(**values)
@@ -62,7 +62,7 @@ class CountingQuerySet(RowLockQuerySet[M_co]):
         self._for_write = True
         if version is None or not needs_lock(self, version, for_delete=True):
             return super().delete()
-        with transaction.atomic(using=self.db):
+        with own_block(self.db):
             self._result_cache = None
             return super(CountingQuerySet, lock_matching(self, version)).delete()
 
@@ -110,7 +110,7 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
         for obj in objs:
             version.expected_version(obj, "update")
         self._for_write = True
-        with transaction.atomic(using=self.db):
+        with own_block(self.db):
             rows = 0
             # SQLite needs no lock: no other transaction can write between a read and a write of this one.
             is_guarded = is_one_table(self) or not connections[self.db].features.has_select_for_update

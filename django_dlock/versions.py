@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, connections, models, router, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, models, router
 from django.db.models.sql.where import AND
 
 from django_dlock import historical  # noqa: F401 - its receiver
 from django_dlock.comparisons import found_versions
-from django_dlock.connections import restore_on_rollback
+from django_dlock.connections import own_block, restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
@@ -134,7 +134,7 @@ class VersionedMixin(models.Model):
         using = options.get("using") or router.db_for_write(type(self), instance=self)
         if self._meta.concrete_model._meta.parents:  # type: ignore[union-attr]
             # A row in several tables takes several UPDATEs, and those before the conflict must be undone.
-            with transaction.atomic(using=using):
+            with own_block(using):
                 self.save(**options)
             return
         vars(self)[_KEEPS_BLOCK] = True
@@ -161,7 +161,7 @@ class VersionedMixin(models.Model):
         using = _alias(options, args[:1]) or router.db_for_write(type(self), instance=self)
         version = self._dlock_version
         expected = version.expected_version(self, "delete")
-        with transaction.atomic(using=using):
+        with own_block(using):
             # Django's DELETE has no place for a guard. This UPDATE checks the version and locks the row until COMMIT,
             # so that nothing can change between it and the DELETE.
             rows = _one_table(self._version_rows(using)).filter(**{version.name: expected})

@@ -21,6 +21,7 @@ from django.utils.translation import gettext as _
 from django_dlock.acquire import no_lease_after
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.comparisons import lock_versions
+from django_dlock.connections import own_block
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
@@ -180,7 +181,7 @@ class VersionedModelAdmin(_ModelAdmin):
             return super().response_action(request, queryset, **where)
         queryset = read_from_write_database(queryset, request)
         try:
-            with transaction.atomic(using=queryset.db):
+            with own_block(queryset.db):
                 if changed := self._changed_rows(request, queryset):
                     return self._refuse_action(request, changed)
                 with no_lease_after(f"the admin action {action!r}"):

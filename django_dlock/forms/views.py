@@ -6,12 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import router, transaction
+from django.db import router
 from django.views.generic import View
 from django.views.generic.detail import SingleObjectMixin
 from django.views.generic.edit import BaseFormView, DeletionMixin, FormMixin
 
 from django_dlock.bases import guard_override, guards, require_left_of
+from django_dlock.connections import own_block
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
 from django_dlock.lazy import unwrapped
@@ -128,5 +129,5 @@ class VersionedEditMixin:
         return super().form_valid(form)  # type: ignore[misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
-        in_transaction = transaction.atomic(using=router.db_for_write(_model_of(self)))
+        in_transaction = own_block(router.db_for_write(_model_of(self)))
         return again_when_stale(partial(in_transaction(super().post), *args, **kwargs))  # type: ignore[misc]

@@ -7,9 +7,12 @@ from contextlib import suppress
 import pytest
 from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
 from django.db.transaction import atomic
+from django.http import HttpResponse
+from django.test import RequestFactory
 
 from django_dlock.errors import StaleObject
-from django_dlock.versions import VersionedMixin
+from django_dlock.preconditions import conditional, etag_of
+from django_dlock.versions import VersionedMixin, VersionedQuerySet
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import kill_session
 from tests.django_dlock.tracking import on_end
@@ -244,3 +247,66 @@ def test_instance_of_an_assigned_version_that_was_created_in_bulk_can_be_saved(d
     Article.objects.using(database).bulk_create([new])
     new.save(using=database)
     assert new.version == Article.objects.using(database).get(pk=new.pk).version
+
+
+@pytest.fixture
+def without_autocommit(database) -> Iterator[None]:
+    connections[database].set_autocommit(False)
+    yield
+    transaction.rollback(using=database)
+    transaction.set_autocommit(True, using=database)
+
+
+def rows_of(shop: Shop) -> VersionedQuerySet[Shop]:
+    return Shop.objects.using(shop._state.db).filter(pk=shop.pk)
+
+
+WRITES: list[Callable[[Shop], object]] = [
+    lambda shop: shop.save(),
+    lambda shop: shop.save_with_version(),
+    lambda shop: shop.delete(),
+    lambda shop: shop.delete_with_version(),
+    lambda shop: rows_of(shop).bulk_update([shop], ["name"]),
+    lambda shop: rows_of(shop).update(name="mine", owner="mine"),
+    lambda shop: rows_of(shop).filter(version=shop.version).delete(),
+]
+NAMES = ["save", "save_with_version", "delete", "delete_with_version", "bulk_update", "update", "delete of rows"]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=NAMES)
+def test_write_without_autocommit_is_undone_by_a_rollback_of_the_caller(database, request, write):
+    shop = Shop.objects.using(database).create(name="old")
+    request.getfixturevalue("without_autocommit")
+    shop.name = "mine"
+    write(shop)
+    transaction.rollback(using=database)
+    row = Shop.objects.using(database).get()
+    assert (row.name, row.version, shop.version) == ("old", 1, 1)
+
+
+@pytest.mark.parametrize("write", WRITES[1:5], ids=NAMES[1:5])
+def test_refused_write_without_autocommit_leaves_the_transaction_to_the_caller(database, request, write):
+    shop = Shop.objects.using(database).create(name="old")
+    Shop.objects.using(database).update(name="theirs")
+    request.getfixturevalue("without_autocommit")
+    with pytest.raises(StaleObject):
+        write(shop)
+    Counter.objects.using(database).create(name="lost")
+    transaction.rollback(using=database)
+    Counter.objects.using(database).create(name="kept")
+    transaction.commit(using=database)
+    assert [each.name for each in Counter.objects.using(database).all()] == ["kept"]
+
+
+def test_work_of_a_conditional_view_without_autocommit_is_undone_by_a_rollback_of_the_caller(database, request):
+    article = Article.objects.using(database).create(title="old")
+    request.getfixturevalue("without_autocommit")
+
+    @conditional(Article, using=database)
+    def view(_, pk):
+        Article.objects.using(database).filter(pk=pk).update(title="mine")
+        return HttpResponse("changed")
+
+    answer = view(RequestFactory().put("/", headers={"If-Match": etag_of(article)}), pk=article.pk)
+    transaction.rollback(using=database)
+    assert (answer.content, Article.objects.using(database).get().title) == (b"changed", "old")
