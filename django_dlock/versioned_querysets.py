@@ -25,6 +25,7 @@ from django_dlock.connections import own_block, restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import RowLockQuerySet
+from django_dlock.transactions import ABSENT, AttributeValues
 from django_dlock.version_field import READ_VERSION
 from dlock_core.observability.hooks import emit_conflict
 
@@ -136,14 +137,25 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
         update_fields: Any = None,
         unique_fields: Any = None,
     ) -> list[Any]:
-        if update_conflicts and _version_of(self.model):
+        version = _version_of(self.model)
+        if update_conflicts and version is not None:
             raise NotSupported(
                 "bulk_create(update_conflicts=True) cannot increment versions: read the rows and save them"
             )
-        created = super().bulk_create(
-            objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
-        )
-        for obj in created if _version_of(self.model) else ():
+        objs, before = list(objs), AttributeValues()
+        for obj in map(unwrapped, objs) if version is not None else ():
+            before.note(obj, {version.attname: vars(obj).get(version.attname, ABSENT)})
+            # A clone, whose key Django may make up now, is not the row that it was read from.
+            is_new = obj._state.adding or not obj._is_pk_set()  # noqa: SLF001 - Django's, for composite keys as well
+            before.note(obj._state, {"adding": is_new, "db": obj._state.db})
+        try:
+            created = super().bulk_create(
+                objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+            )
+        except BaseException:
+            before.restore()  # Django inserts all rows or none, but after each part it marks the objects as inserted.
+            raise
+        for obj in created if version is not None else ():
             vars(obj).pop(READ_VERSION, None)  # The version that was assigned to it, or to its original.
             restore_on_rollback(obj._state, {"adding": True}, using=self.db)  # as after create()
         return created

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
 from django.db.transaction import atomic
 from django.http import HttpResponse
@@ -310,3 +311,48 @@ def test_work_of_a_conditional_view_without_autocommit_is_undone_by_a_rollback_o
     answer = view(RequestFactory().put("/", headers={"If-Match": etag_of(article)}), pk=article.pk)
     transaction.rollback(using=database)
     assert (answer.content, Article.objects.using(database).get().title) == (b"changed", "old")
+
+
+def bulk_create(rows: VersionedQuerySet[Article], *objs: Article) -> None:
+    rows.bulk_create(objs)
+
+
+def abulk_create(rows: VersionedQuerySet[Article], *objs: Article) -> None:
+    async_to_sync(rows.abulk_create)(objs)
+
+
+def bulk_create_of_an_iterator(rows: VersionedQuerySet[Article], *objs: Article) -> None:
+    rows.bulk_create(iter(objs))
+
+
+@pytest.mark.parametrize("create", [bulk_create, abulk_create, bulk_create_of_an_iterator])
+def test_rows_of_a_bulk_create_that_has_failed_can_be_inserted_by_the_next_save(database, create):
+    new, clone = Article(pk=900_000), Article.objects.using(database).create()
+    clone.pk = None
+    with pytest.raises(IntegrityError):  # Rows with a key are inserted first; the title of another one is NULL.
+        create(Article.objects.using(database), new, clone, Article(title=None))
+    for each in (new, clone):
+        each.save(using=database)
+        each.save(using=database)
+    assert Article.objects.using(database).count() == 3
+
+
+def test_row_that_a_bulk_create_could_not_insert_again_is_saved_with_the_version_that_was_read(database):
+    article, code = Article.objects.using(database).create(title="old"), Code(code="a")
+    code.save(using=database)
+    for each in (article, code):
+        each.save()
+        with pytest.raises(IntegrityError):
+            type(each).objects.using(database).bulk_create([each])
+        each.title = "new"
+        each.save()
+        assert type(each).objects.using(database).get().title == "new"
+
+
+def test_clone_whose_key_has_a_default_is_inserted_after_a_bulk_create_that_has_failed(database):
+    clone = Job.objects.using(database).create()
+    clone.pk = None
+    with pytest.raises(IntegrityError):
+        Job.objects.using(database).bulk_create([clone, Job(title=None)], batch_size=1)
+    clone.save()
+    assert Job.objects.using(database).count() == 2
