@@ -65,10 +65,7 @@ class VersionedMixin(models.Model):
     def save(self, *args: Any, **options: Any) -> None:
         """Save as Django does, or raise StaleObject if the row was changed or deleted since this instance was read."""
         state = self._state
-        is_plain = not args and not options.keys() & {"force_insert", "force_update", "update_fields"}
-        if is_plain and not self._is_pk_set() and self._meta.pk.has_default():  # type: ignore[attr-defined]
-            options["force_insert"] = True  # A clone, or a deleted row, for whose new key Django would try an UPDATE.
-        elif not state.adding:
+        if not state.adding:
             using = _alias(options, args[2:3]) or router.db_for_write(type(self), instance=self)
             if state.db != using and self._has_its_row_in(using):
                 # The instance comes from a replica. Django would read deferred fields from there, and write what it
@@ -214,6 +211,26 @@ class VersionedMixin(models.Model):
             raise emit_conflict(
                 StaleObject(self, expected=expected, found=found, action=action, was_read=not is_insert)
             )
+
+    def _save_table(  # noqa: PLR0917 - Django's
+        self,
+        raw: bool = False,  # noqa: FBT001, FBT002
+        cls: Any = None,
+        force_insert: bool = False,  # noqa: FBT001, FBT002
+        force_update: bool = False,  # noqa: FBT001, FBT002
+        using: str | None = None,
+        update_fields: Any = None,
+    ) -> Any:
+        """Save in one table as Django does, but try no UPDATE for a key that Django makes up now, by a default.
+
+        The instance is a clone, or was deleted. Django has taken the keys of a child and its parents from each other.
+        """
+        is_forced = force_insert or force_update or update_fields
+        if not is_forced and any(
+            each.has_default() and getattr(self, each.attname) is None for each in cls._meta.pk_fields
+        ):
+            force_insert = True
+        return super()._save_table(raw, cls, force_insert, force_update, using, update_fields)  # type: ignore[misc]
 
     def _do_update(self, base_qs: Any, using: str, pk_val: Any, values: Any, *how: Any) -> Any:  # type: ignore[override]
         """Send Django's UPDATE of one table, guarded by the version where this table has the version column."""

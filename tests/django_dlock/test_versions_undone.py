@@ -1,15 +1,17 @@
 """The version in memory is never that of work that was not committed, however the transaction has ended."""
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
+from django.db import DatabaseError, IntegrityError, OperationalError, connections, models, transaction
 from django.db.transaction import atomic
 from django.http import HttpResponse
 from django.test import RequestFactory
+from django.test.utils import isolate_apps
 
 from django_dlock.errors import StaleObject
 from django_dlock.preconditions import conditional, etag_of
@@ -356,3 +358,56 @@ def test_clone_whose_key_has_a_default_is_inserted_after_a_bulk_create_that_has_
         Job.objects.using(database).bulk_create([clone, Job(title=None)], batch_size=1)
     clone.save()
     assert Job.objects.using(database).count() == 2
+
+
+class OfTests:
+    app_label = "testapp"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "keys"),
+    [
+        ("Tool", {}, ["thing_ptr_id", "id"]),
+        ("Saw", {}, ["tool_ptr_id", "thing_ptr_id", "id"]),
+        ("Part", {"tool": 1}, ["number"]),
+    ],
+)
+@isolate_apps("tests.testapp")
+def test_clone_is_inserted_if_the_key_of_a_parent_or_a_part_of_the_key_has_a_default(database, name, values, keys):
+    class Thing(VersionedMixin):
+        Meta = OfTests
+        id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+
+    class Tool(Thing):
+        Meta = OfTests
+        title = models.CharField(max_length=9, default="")
+
+    class Saw(Tool):
+        Meta = OfTests
+        teeth = models.IntegerField(default=0)
+
+    class Part(VersionedMixin):
+        Meta = OfTests
+        pk = models.CompositePrimaryKey("tool", "number")
+        tool = models.IntegerField()
+        number = models.UUIDField(default=uuid.uuid4)
+
+    kinds = [Thing, Tool, Saw, Part]
+    rows = next(kind for kind in kinds if kind.__name__ == name).objects.using(database)
+    with connections[database].schema_editor() as editor:
+        for kind in kinds:
+            editor.create_model(kind)
+    try:
+        row, clone = rows.create(**values), rows.get()
+        for key in keys:
+            setattr(clone, key, None)
+        for _ in range(2):
+            clone.save()
+        assert rows.count() == 2
+        rows.get(pk=row.pk).delete()
+        with pytest.raises(StaleObject):  # Its key is set, so it is that of a row that was read.
+            row.save()
+    finally:
+        with connections[database].schema_editor() as editor:
+            for kind in reversed(kinds):
+                editor.delete_model(kind)
