@@ -52,12 +52,14 @@ class AttributeValues:
                 self.note(instance, values)
 
     def restore(self) -> None:
-        """Restore the former values of the attributes."""
+        """Restore the former values of the attributes, and call `_dlock_restored()` of each instance that has it."""
         for known, values in list(self._before.values()):
             if (instance := known()) is not None:
                 vars(instance).update(values)
                 for name in [name for name, value in values.items() if value is ABSENT]:
                     del vars(instance)[name]
+                if (restored := getattr(instance, "_dlock_restored", None)) is not None:
+                    restored()
 
 
 @dataclass(eq=False, slots=True)

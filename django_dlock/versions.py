@@ -198,6 +198,16 @@ class VersionedMixin(models.Model):
         if self._dlock_version.attname in read:
             self._dlock_version.mark_read(self, read)
 
+    def _dlock_restored(self) -> None:
+        """Forget the parents that Django has made of this instance, with the version that was rolled back.
+
+        Django makes them anew when they are asked for, as it does after `save()`.
+        """
+        concrete: Any = self._meta.concrete_model
+        for link in concrete._meta.parents.values():
+            if link is not None and link.is_cached(self):
+                link.delete_cached_value(self)
+
     def _check_expected(self, expected: int | NotGiven, action: str, *, is_insert: bool = False) -> None:
         """Raise StaleObject for a conflict that needs no statement.
 

@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -50,22 +51,22 @@ def delete(article: Article) -> None:
     article.delete()
 
 
-def in_a_transaction(write: Callable[[Article], None], article: Article) -> None:
-    with suppress(Sorry), atomic():
-        write(article)
+def in_a_transaction(write: Callable[[Any], object], row: Any, using: str = "default") -> None:
+    with suppress(Sorry), atomic(using):
+        write(row)
         raise Sorry
 
 
-def in_a_savepoint(write: Callable[[Article], None], article: Article) -> None:
-    with atomic(), suppress(Exception), atomic():
-        write(article)
+def in_a_savepoint(write: Callable[[Any], object], row: Any, using: str = "default") -> None:
+    with atomic(using), suppress(Sorry), atomic(using):
+        write(row)
         raise Sorry
 
 
-def in_a_released_savepoint(write: Callable[[Article], None], article: Article) -> None:
-    with suppress(Sorry), atomic():
-        with atomic():
-            write(article)
+def in_a_released_savepoint(write: Callable[[Any], object], row: Any, using: str = "default") -> None:
+    with suppress(Sorry), atomic(using):
+        with atomic(using):
+            write(row)
         raise Sorry
 
 
@@ -411,3 +412,31 @@ def test_clone_is_inserted_if_the_key_of_a_parent_or_a_part_of_the_key_has_a_def
         with connections[database].schema_editor() as editor:
             for kind in reversed(kinds):
                 editor.delete_model(kind)
+
+
+@pytest.mark.parametrize("around", [in_a_transaction, in_a_savepoint, in_a_released_savepoint])
+@pytest.mark.parametrize("write", [WRITES[0], WRITES[1], WRITES[4]], ids=[NAMES[0], NAMES[1], NAMES[4]])
+def test_parent_that_was_made_of_a_child_in_a_transaction_that_was_rolled_back_overwrites_nothing(
+    database, around, write
+):
+    def write_and_touch(shop):
+        shop.name = "mine"
+        write(shop)
+        assert shop.place_ptr.version == 2
+
+    shop = Shop.objects.using(database).create(name="old")
+    around(write_and_touch, shop, database)
+    Place.objects.using(database).update(name="theirs")
+    with pytest.raises(StaleObject):
+        shop.place_ptr.save()
+    assert Place.objects.using(database).get().name == "theirs"
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_parent_that_was_made_of_a_child_is_made_anew_if_the_answer_to_commit_is_missing(database):
+    shop = Shop.objects.using(database).create(name="old")
+    with pytest.raises(OperationalError), atomic(database):
+        on_end(lambda _: None, using=database, before_commit=lambda: kill_session(database))
+        shop.save()
+        assert shop.place_ptr.version == 2
+    assert shop.place_ptr.version == 1
