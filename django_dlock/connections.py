@@ -125,7 +125,7 @@ def own_block(using: str) -> Atomic:
     connection: Any = connections[using]
     if connection.vendor == "sqlite" and not connection.in_atomic_block and not connection.get_autocommit():
         driver = connection.connection  # Nobody else is to hear of this BEGIN, which sqlite3 sends as silently.
-        if not driver.in_transaction:
+        if not driver.in_transaction and getattr(driver, "autocommit", None) is not True:  # then COMMIT has no effect
             with connection.wrap_database_errors:
                 driver.execute("BEGIN")
     return atomic(using)

@@ -151,27 +151,28 @@ class Transaction:
                 merged.append(each)
         self.undo[:] = merged
 
-    def note_savepoints(self, sql: str) -> None:
+    def note_savepoints(self, sql: str, *, is_certain: bool = True) -> None:
         """Record the savepoints that a statement has created or ended, as programs may do by hand.
 
-        A name that is not known, or cannot be parsed, is older than all recorded steps.
+        A name that is not known, or cannot be parsed, is older than all recorded steps: rather too much is undone, and
+        a version that is too old is refused later, than too little. So none is recorded unless it is certain that the
+        statement was executed, and exactly once.
         """
         for verb, name in savepoint_changes(sql):
             if verb == "ROLLBACK":
                 self.undo_to(name)
             elif verb == "RELEASE":
-                self.note_release(name)
-            elif name is not None:
+                self.note_release(name if is_certain else None)
+            elif name is not None and is_certain:
                 self.undo.append(name)
 
     def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException, sql: str = "") -> None:
         """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction.
 
-        `sql` is the statement if it may end savepoints. After an interrupt they count as ended, because it may have
-        been executed: a version that is too old is refused later.
+        `sql` is the statement if it may end savepoints; after an interrupt it may have been executed.
         """
         if not isinstance(error, Error):  # it may have replaced one
-            self.note_savepoints(sql)
+            self.note_savepoints(sql, is_certain=False)
             return
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
             self.is_begun_anew = True

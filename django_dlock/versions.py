@@ -231,13 +231,14 @@ class VersionedMixin(models.Model):
         using: str | None = None,
         update_fields: Any = None,
     ) -> Any:
-        """Save in one table as Django does, but try no UPDATE for a key that Django makes up now, by a default.
+        """Save in one table as Django does, but try no UPDATE for a key that is made up now, by a default.
 
         The instance is a clone, or was deleted. Django has taken the keys of a child and its parents from each other.
         """
         is_forced = force_insert or force_update or update_fields
         if not is_forced and any(
-            each.has_default() and getattr(self, each.attname) is None for each in cls._meta.pk_fields
+            (each.has_default() or each.has_db_default()) and getattr(self, each.attname) is None
+            for each in cls._meta.pk_fields
         ):
             force_insert = True
         return super()._save_table(raw, cls, force_insert, force_update, using, update_fields)  # type: ignore[misc]

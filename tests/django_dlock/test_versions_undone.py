@@ -171,6 +171,41 @@ def test_commit_by_hand_that_is_refused_is_the_end_of_its_transaction(database):
     assert Article.objects.using(database).get().version == article.version == 2
 
 
+def interrupted(*_: object) -> None:
+    """Stands for a signal handler that raises before a statement is sent."""
+    raise SoftLimit
+
+
+def ask_for_savepoint_in_vain(database: str) -> None:
+    with suppress(SoftLimit), connections[database].execute_wrapper(interrupted), connections[database].cursor() as own:
+        own.execute("SAVEPOINT reused")
+
+
+def make_no_savepoint(database: str) -> None:
+    with suppress(DatabaseError), connections[database].cursor() as cursor:  # SQLite refuses it.
+        cursor.executemany("SAVEPOINT reused", [])
+
+
+def release_two_savepoints(database: str) -> None:
+    with connections[database].cursor() as cursor:
+        cursor.execute("SAVEPOINT reused")
+        cursor.execute("SAVEPOINT reused")
+        with suppress(DatabaseError):
+            cursor.executemany("RELEASE SAVEPOINT reused", [(), ()])
+
+
+@pytest.mark.parametrize("unclear", [ask_for_savepoint_in_vain, make_no_savepoint, release_two_savepoints])
+def test_rollback_to_a_savepoint_whose_name_is_used_again_restores_what_the_database_does(database, unclear):
+    article = Article.objects.using(database).create(title="old")
+    with atomic(database), connections[database].cursor() as cursor:
+        cursor.execute("SAVEPOINT reused")
+        article.save()
+        unclear(database)
+        with suppress(DatabaseError):  # MariaDB has one savepoint of a name, and may have none now.
+            cursor.execute("ROLLBACK TO SAVEPOINT reused")
+    assert article.version <= Article.objects.using(database).get().version
+
+
 def test_refused_rollback_to_a_savepoint_restores_nothing_that_the_database_keeps(database):
     article = Article.objects.using(database).create(title="old")
     with atomic(database):
@@ -412,6 +447,25 @@ def test_clone_is_inserted_if_the_key_of_a_parent_or_a_part_of_the_key_has_a_def
         with connections[database].schema_editor() as editor:
             for kind in reversed(kinds):
                 editor.delete_model(kind)
+
+
+@pytest.mark.parametrize("database", ["default", "postgresql"], indirect=True)
+@isolate_apps("tests.testapp")
+def test_clone_is_inserted_whose_key_is_made_up_by_the_database(database):
+    class Item(VersionedMixin):
+        Meta = OfTests
+        id = models.IntegerField(primary_key=True, db_default=7)
+
+    with connections[database].schema_editor() as editor:
+        editor.create_model(Item)
+    try:
+        clone = Item.objects.using(database).create(pk=1)
+        clone.pk = None
+        clone.save()
+        assert set(Item.objects.using(database).values_list("pk", flat=True)) == {1, 7}
+    finally:
+        with connections[database].schema_editor() as editor:
+            editor.delete_model(Item)
 
 
 @pytest.mark.parametrize("around", [in_a_transaction, in_a_savepoint, in_a_released_savepoint])
