@@ -7,6 +7,7 @@ recorded in `lease`.
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -123,7 +124,12 @@ def release_later(held: LeaseRecord) -> None:
 
 
 def repeat_later(*what: Any, is_release: bool = True) -> None:
-    """Repeat a request that ends a holder's grants in the background; see `late_releases.repeat_in_background`."""
+    """Repeat a request that ends a holder's grants in the background; see `late_releases.repeat_in_background`.
+
+    Nothing is repeated when the interpreter is ending, and its threads with it: then the grants run out.
+    """
+    if sys.is_finalizing():
+        return
     from dlock_core.leases.late_releases import repeat_in_background  # few processes ever need it
 
     repeat_in_background(*what, is_release=is_release)

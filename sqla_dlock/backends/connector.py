@@ -14,7 +14,7 @@ from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thr
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
 from dlock_core.options import is_host
 from dlock_core.sql.database import cursor_of
-from sqla_dlock.backends import loops
+from sqla_dlock.backends.loops import Loop
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
@@ -98,15 +98,15 @@ class EngineConnector:
 class AsyncEngineConnector(EngineConnector):
     """A database behind an asyncio driver, in our own event loop: any thread and any loop may use it."""
 
-    call = staticmethod(loops.call_in_loop)
-
     def __init__(self, engine: Engine, vendor: str, title: str) -> None:
         super().__init__(engine, vendor, title)
+        self._loop = Loop()
         self._loop_of_source: asyncio.AbstractEventLoop | None = None
         self.errors = (*self.errors, *_own_errors(engine.dialect))
+        self.call = self._loop.call
 
     def connect(self, limit: float) -> Connection:
-        return loops.within(limit, self._open)
+        return self._loop.within(limit, self._open)
 
     def _open(self) -> Connection:
         # SQLAlchemy initializes the dialect under a lock of the pool, which belongs to the loop in which two
@@ -114,10 +114,10 @@ class AsyncEngineConnector(EngineConnector):
         loop = asyncio.get_running_loop()
         if self._loop_of_source is not loop:
             self._source, self._loop_of_source = self._source.recreate(), loop
-        return AsyncEngineConnection(self._dialect, self._connected())
+        return AsyncEngineConnection(self._dialect, self._connected(), self._loop)
 
     def _close(self, connection: Any) -> None:
-        _close_soon(self._dialect, connection)
+        _close_soon(self._loop, self._dialect, connection)
 
 
 class EngineConnection:
@@ -154,6 +154,10 @@ class EngineConnection:
 class AsyncEngineConnection(EngineConnection):
     """The same in our own event loop."""
 
+    def __init__(self, dialect: Dialect, connection: Any, loop: Loop) -> None:
+        super().__init__(dialect, connection)
+        self._loop = loop
+
     def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
         def closed(*_: object) -> None:
             self.close()
@@ -164,34 +168,34 @@ class AsyncEngineConnection(EngineConnection):
             await_(self.driver.add_listener(channel, lambda *told: heard(told[-1])))
         else:
             self.execute(f"LISTEN {channel}")
-            loops.read(self._socket, partial(notifications, self.driver), heard, closed)
+            self._loop.read(self._socket, partial(notifications, self.driver), heard, closed)
 
     def close(self) -> None:
         self._socket = -1  # from now on the number may belong to another socket
         with suppress(Exception):
-            _close_soon(self._dialect, self._connection)
+            _close_soon(self._loop, self._dialect, self._connection)
 
     def abort(self) -> None:
         """Abort the connection: only psycopg exposes its socket, and only psycopg cannot be terminated."""
         shut_socket(self._socket)
-        _terminate(self._connection)
+        _terminate(self._loop, self._connection)
 
 
-def _close_soon(dialect: Dialect, connection: Any) -> None:
+def _close_soon(loop: Loop, dialect: Dialect, connection: Any) -> None:
     """Close a connection in the background: asyncpg waits for its server to close it, too, which may never happen."""
 
     def close() -> None:
         try:
-            loops.within(CLOSE_LIMIT_S, partial(dialect.do_close, connection))
+            loop.within(CLOSE_LIMIT_S, partial(dialect.do_close, connection))
         except Exception:  # noqa: BLE001 - there is no answer, or the connection was broken
-            _terminate(connection)
+            _terminate(loop, connection)
 
-    loops.spawn(close)
+    loop.spawn(close)
 
 
-def _terminate(connection: Any) -> None:
+def _terminate(loop: Loop, connection: Any) -> None:
     if hasattr(connection, "terminate"):
-        loops.call_soon(connection.terminate)
+        loop.call_soon(connection.terminate)
 
 
 def as_driver_takes(sql: str, params: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:

@@ -1,14 +1,15 @@
-"""The event loop of this process, in a thread of its own, in which the connections of asyncio drivers live.
+"""An event loop in a separate thread, in which the connections of an asyncio driver live.
 
 A connection of an asyncio driver belongs to one event loop. Leases do not: the watchdog renews them from its thread,
-and a program may have several loops, one after the other or at once. The loop starts with the first call and runs as
-long as the process: if it ended with its last connection, a call that comes at that moment could get no answer.
+and a program may have several loops, one after the other or at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from sqlalchemy.util import greenlet_spawn
 from dlock_core.backends.sql import Handover, handed_over
 from dlock_core.errors import format_seconds
 from dlock_core.runtime import Asyncio, start_thread
+from dlock_core.scheduler import after_fork_in_child
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
@@ -26,74 +28,88 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["call_in_loop", "call_soon", "read", "spawn", "within"]
+__all__ = ["Loop"]
 
 T = TypeVar("T")
 
 CANCEL_AGAIN_S: Final = 0.5
 """Seconds after which a cancelled call that still waits is cancelled again."""
+EXIT_LIMIT_S: Final = 1.0
+"""Seconds for which the end of the interpreter waits for the calls of each loop."""
 
-_loops: Final[dict[int, asyncio.AbstractEventLoop]] = {}
-"""The loop, by the process: a forked child does not have its parent's threads."""
-
-
-async def call_in_loop(runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
-    """Call a blocking function in SQLAlchemy's greenlet, to its end even if the task is cancelled."""
-    # The garbage collector may run in the loop's own thread, and so may the finalizer that closes the connections of a
-    # collected store. The loop cannot wait for itself: the connection is closed later, and there is no result.
-    if not isinstance(runtime, Asyncio) and asyncio._get_running_loop() is _loops.get(os.getpid(), runtime):  # noqa: SLF001 - the public one raises elsewhere
-        spawn(partial(function, *args))
-        return None  # type: ignore[return-value]
-    return await handed_over(runtime, _begin, partial(function, *args))
+_running: Final[set[asyncio.AbstractEventLoop]] = set()
+"""The loops of this process; a forked child begins without any."""
+after_fork_in_child(_running.clear)
 
 
-def within(limit: float, function: Callable[[], T]) -> T:
-    """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
-    return await_(_within(limit, Handover(function)))
+class Loop:
+    """The loop of one engine; it starts with the first call, and runs as long as something refers to this object.
 
+    Each engine has its own, so that an event listener that blocks delays no other engine's leases.
+    """
 
-def call_soon(function: Callable[[], object]) -> None:
-    """Schedule a non-blocking function in the loop."""
-    _running().call_soon_threadsafe(function)
+    def __init__(self) -> None:
+        self._loops: dict[int, asyncio.AbstractEventLoop] = {}
+        """The loop, by the process: a forked child does not have its parent's threads."""
 
-
-def spawn(function: Callable[[], object]) -> None:
-    """Call a function inside a greenlet, and do not wait for it."""
-    _begin(Handover(function))
-
-
-def read(number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]) -> None:
-    """Call `heard` with the received data whenever a socket is readable, until `come` raises."""
-    loop = asyncio.get_running_loop()
-
-    def read_all() -> None:
-        try:
-            for one in come():
-                heard(one)
-        except Exception:  # noqa: BLE001 - any error means that the connection has ended
-            loop.remove_reader(number)
-            ended()
-
-    loop.add_reader(number, read_all)
-
-
-def _begin(call: Handover[Any]) -> None:
-    loop = _running()
-    loop.call_soon_threadsafe(lambda: loop.create_task(greenlet_spawn(call.perform)))
-
-
-def _running() -> asyncio.AbstractEventLoop:
-    return _loops.get(os.getpid()) or _started()
-
-
-def _started() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    try:
-        start_thread(threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True))
-        return _loops.setdefault(os.getpid(), loop)  # A thread or a signal handler may have started another.
-    finally:
-        if _loops.get(os.getpid()) is not loop:  # After an interrupt, too: the thread may be running.
+    def __del__(self) -> None:
+        # Nobody calls now or will: connections and calls refer to this object, and so does whoever begins a call.
+        if (loop := self._loops.get(os.getpid())) is not None and not sys.is_finalizing():
             loop.call_soon_threadsafe(loop.stop)
+
+    async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
+        """Call a blocking function in SQLAlchemy's greenlet, to its end even if the task is cancelled."""
+        # The garbage collector may run in the loop's own thread, and so may the finalizer that closes the connections
+        # of a collected store. The loop cannot wait for itself: the connection is closed later, and there is no result.
+        running = asyncio._get_running_loop()  # noqa: SLF001 - the public one raises elsewhere
+        if not isinstance(runtime, Asyncio) and running is not None and running is self._loops.get(os.getpid()):
+            self.spawn(partial(function, *args))
+            return None  # type: ignore[return-value]
+        return await handed_over(runtime, self._begin, partial(function, *args))
+
+    def within(self, limit: float, function: Callable[[], T]) -> T:
+        """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
+        return await_(_within(limit, Handover(function)))
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Schedule a non-blocking function in the loop."""
+        self._running().call_soon_threadsafe(function)
+
+    def spawn(self, function: Callable[[], object]) -> None:
+        """Call a function inside a greenlet, and do not wait for it."""
+        self._begin(Handover(function))
+
+    def read(
+        self, number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]
+    ) -> None:
+        """Call `heard` with the received data whenever a socket is readable, until `come` raises."""
+        loop = asyncio.get_running_loop()
+
+        def read_all() -> None:
+            try:
+                for one in come():
+                    heard(one)
+            except Exception:  # noqa: BLE001 - any error means that the connection has ended
+                loop.remove_reader(number)
+                ended()
+
+        loop.add_reader(number, read_all)
+
+    def _begin(self, call: Handover[Any]) -> None:
+        loop = self._running()
+        loop.call_soon_threadsafe(lambda: loop.create_task(greenlet_spawn(call.perform)))
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        return self._loops.get(os.getpid()) or self._started()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        try:
+            start_thread(threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True))
+            return self._loops.setdefault(os.getpid(), loop)  # A thread or a signal handler may have started another.
+        finally:
+            if self._loops.get(os.getpid()) is not loop:  # After an interrupt, too: the thread may be running.
+                loop.call_soon_threadsafe(loop.stop)
 
 
 async def _within(limit: float, call: Handover[T]) -> T:
@@ -113,8 +129,39 @@ async def _within(limit: float, call: Handover[T]) -> T:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     is_stopped = False
+    _running.add(loop)
     while not is_stopped:
         with suppress(BaseException):  # asyncio raises a SystemExit here, too, which a driver's callback may raise.
             loop.run_forever()
             is_stopped = True
-    loop.close()
+    try:
+        loop.run_until_complete(_end_tasks())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        _running.discard(loop)
+        loop.close()
+
+
+@atexit.register
+def _wait_for_tasks() -> None:
+    """Let the loops finish what they do in the background, such as closing a connection, before the interpreter ends.
+
+    Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes.
+    """
+    for loop in list(_running):
+        with suppress(Exception):  # It takes longer, or the loop has just ended.
+            asyncio.run_coroutine_threadsafe(_tasks_done(), loop).result(2 * EXIT_LIMIT_S)
+
+
+async def _tasks_done() -> None:
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=EXIT_LIMIT_S)
+
+
+async def _end_tasks() -> None:
+    """Cancel what a driver has left running, such as asyncpg's request to a silent server to cancel a statement."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=CANCEL_AGAIN_S)

@@ -20,7 +20,7 @@ from dlock_core import AsyncLock, Lock
 from dlock_core.backends.sql import Handover, handed_over, in_threads, within
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import ASYNCIO, BLOCKING, run, start_thread
-from sqla_dlock.backends import loops
+from sqla_dlock.backends.loops import Loop
 from sqla_dlock.backends.table import from_engine
 from tests.interrupts import SoftLimit, each_line
 from tests.table_stores import URLS, server_of
@@ -37,6 +37,7 @@ HANDS_OVER = (
     "/dlock_core/backends/sql/threads.py",
     "/sqla_dlock/backends/loops.py",
 )
+LOOP = Loop()
 ASYNCIOS = ("/asyncio/base_events.py", "/asyncio/selector_events.py")
 
 
@@ -65,7 +66,7 @@ def test_interrupt_while_work_is_handed_over_leaves_no_lease(store: TableBackend
             with Lock(store, name, ttl=30, wait=0):
                 pass
 
-    asynchronous = store.pool.connector.call is not loops.call_in_loop
+    asynchronous = not hasattr(store.pool.connector, "_loop")
     places = 0
     for line, _, _ in each_line(work, HANDS_OVER if asynchronous else (*HANDS_OVER, *ASYNCIOS)):
         places += 1
@@ -115,7 +116,7 @@ def test_task_does_not_go_on_before_its_work_is_over_although_all_tasks_are_canc
     ways: str,
 ) -> None:
     begun, released, told = threading.Event(), threading.Event(), list[str]()
-    hand_over = in_threads if ways == "threads" else loops.call_in_loop
+    hand_over = in_threads if ways == "threads" else LOOP.call
 
     def work() -> None:
         begun.set()
@@ -158,7 +159,7 @@ def test_second_interrupt_does_not_go_on_before_the_work_is_over_either() -> Non
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with pytest.raises(SoftLimit, match="2"):
-            run(loops.call_in_loop(BLOCKING, work))
+            run(LOOP.call(BLOCKING, work))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert told == ["interrupted", "interrupted", "over"]
@@ -167,7 +168,8 @@ def test_second_interrupt_does_not_go_on_before_the_work_is_over_either() -> Non
 PRELUDE = """
 import os, signal, threading
 from dlock_core.runtime import BLOCKING, run
-from sqla_dlock.backends import loops
+from sqla_dlock.backends.loops import Loop
+LOOP = Loop()
 """
 FORKS = """
 pids, forked = [], threading.Event()
@@ -179,19 +181,36 @@ def step():
     forked.wait()
 signal.signal(signal.SIGUSR1, fork)
 try:
-    run(loops.call_in_loop(BLOCKING, step))
+    run(LOOP.call(BLOCKING, step))
 except RuntimeError as error:
     os._exit(7 if pids == [0] and "forked this one" in str(error) else 8)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) if pids[0] else 9)
 """
 ENDS = """
 class Late:
-    def __del__(self, call=loops.call_in_loop, runtime=BLOCKING, run=run):
+    def __del__(self, call=LOOP.call, runtime=BLOCKING, run=run):
         run(call(runtime, int))
-run(loops.call_in_loop(BLOCKING, int))
+run(LOOP.call(BLOCKING, int))
 late = Late()
 late.itself = late
 """
+
+
+CLOSES = """
+import asyncio
+from sqla_dlock.greenlets import await_
+def close():
+    LOOP.within(5, lambda: await_(asyncio.sleep(0.2)))
+    print("closed", flush=True)
+LOOP.spawn(close)
+"""
+
+
+def test_connection_that_is_being_closed_at_the_end_of_the_program_is_closed() -> None:
+    """Otherwise Python ends the loop's thread inside a greenlet, which crashes the process."""
+    command = [sys.executable, "-c", PRELUDE + CLOSES]
+    done = subprocess.run(command, timeout=WITHIN, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
 def test_child_that_a_handler_forks_during_a_call_is_told_so() -> None:
@@ -252,9 +271,9 @@ class FakeConnection:
 
 
 def call_in_busy_loop(interrupt: AtReturn) -> None:
-    loops.call_soon(interrupt.holds_up)
+    LOOP.call_soon(interrupt.holds_up)
     with interrupt:
-        run(loops.call_in_loop(BLOCKING, lambda: None))
+        run(LOOP.call(BLOCKING, lambda: None))
 
 
 def call_in_thread_of_a_task(interrupt: AtReturn) -> None:
@@ -292,7 +311,7 @@ def test_interrupt_at_the_end_of_any_function_leaves_no_thread_that_hangs(work: 
             with suppress(SoftLimit):
                 work(interrupt)
             for answer in [
-                another.submit(run, loops.call_in_loop(BLOCKING, int)),
+                another.submit(run, LOOP.call(BLOCKING, int)),
                 another.submit(asyncio.run, of_task()),
             ]:
                 assert answer.result(WITHIN) == 0, number

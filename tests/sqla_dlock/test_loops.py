@@ -1,62 +1,82 @@
-"""The event loop in which the connections of asyncio drivers live."""
+"""The event loop in which the connections of an engine's asyncio driver live."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import ManualRuntime
 from sqla_dlock.backends import loops
+from sqla_dlock.backends.loops import Loop
 from tests.waiting import WITHIN, until
 
 
-def answer() -> str:
-    return run(loops.call_in_loop(BLOCKING, lambda: "alive"))
+def answer_of(loop: Loop) -> str:
+    return run(loop.call(BLOCKING, lambda: "alive"))
 
 
 def of_loops() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name == "dlock-database-loop"}
 
 
-@pytest.fixture
-def not_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, asyncio.AbstractEventLoop]]:
-    """The loops, by process: none. What a test starts is ended after it."""
-    before, started = of_loops(), dict[int, asyncio.AbstractEventLoop]()
-    monkeypatch.setattr(loops, "_loops", started)
-    yield started
-    for loop in started.values():
-        loop.call_soon_threadsafe(loop.stop)
+def test_loop_ends_when_nothing_refers_to_it_but_not_before_a_call_that_needs_it() -> None:
+    before, loop, begun, may_end, done = of_loops(), Loop(), threading.Event(), threading.Event(), list[str]()
+
+    def close(loop: Loop) -> None:
+        begun.set()
+        may_end.wait(WITHIN)
+        loop.within(WITHIN, lambda: done.append("closed"))
+
+    loop.spawn(partial(close, loop))
+    assert begun.wait(WITHIN)
+    del loop
+    gc.collect()
+    may_end.set()
     until(lambda: of_loops() <= before)
+    assert done == ["closed"]
 
 
 def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
     """The garbage collector runs in any thread: a store that it finds there is closed soon, and nothing hangs."""
-    closed = threading.Event()
-    loops.call_soon(lambda: run(loops.call_in_loop(BLOCKING, closed.set)))
+    loop, closed = Loop(), threading.Event()
+    loop.call_soon(lambda: run(loop.call(BLOCKING, closed.set)))
     assert closed.wait(WITHIN)
-    assert answer() == "alive"
+    assert answer_of(loop) == "alive"
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_loop_survives_what_a_listener_of_one_engine_raises(error: type[BaseException]) -> None:
-    """asyncio lets these two end a loop; the calls of all other stores would never be answered."""
+def test_loop_survives_what_a_listener_of_its_engine_raises(error: type[BaseException]) -> None:
+    """asyncio lets these two end a loop; the other calls of the store would never be answered."""
+    loop = Loop()
 
     def fail() -> None:
         raise error
 
-    loops.call_soon(fail)
-    assert answer() == "alive"
+    loop.call_soon(fail)
+    assert answer_of(loop) == "alive"
     with pytest.raises(error):
-        run(loops.call_in_loop(BLOCKING, lambda: loops.within(WITHIN, fail)))
-    assert answer() == "alive"
+        run(loop.call(BLOCKING, lambda: loop.within(WITHIN, fail)))
+    assert answer_of(loop) == "alive"
+
+
+def test_listener_that_blocks_delays_no_other_engine() -> None:
+    blocked, other, may_end = Loop(), Loop(), threading.Event()
+    blocked.call_soon(lambda: may_end.wait(WITHIN))
+    try:
+        assert answer_of(other) == "alive"
+    finally:
+        may_end.set()
 
 
 def test_call_on_a_clock_that_a_test_advances_waits_for_the_loop_in_real_time() -> None:
-    loops.call_soon(lambda: threading.Event().wait(0.05))  # So that the answer is not there when the caller waits.
-    assert run(loops.call_in_loop(ManualRuntime(), lambda: "alive")) == "alive"
+    loop = Loop()
+    loop.call_soon(lambda: threading.Event().wait(0.05))  # So that the answer is not there when the caller waits.
+    assert run(loop.call(ManualRuntime(), lambda: "alive")) == "alive"
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handler: Callable[[], object]) -> None:
@@ -72,42 +92,55 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handl
     monkeypatch.setattr(owner, method, interrupted)
 
 
-@pytest.mark.usefixtures("not_started")
 def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, seen, before = ThreadPoolExecutor(1), list[str](), of_loops()
+    loop, threads, seen, before = Loop(), ThreadPoolExecutor(1), list[str](), of_loops()
 
     def handler() -> None:
-        seen.extend([answer(), answer()])
+        seen.extend([answer_of(loop), answer_of(loop)])
 
     interrupt(monkeypatch, loops, "start_thread", handler)
-    assert threads.submit(answer).result(WITHIN) == "alive"
+    assert threads.submit(answer_of, loop).result(WITHIN) == "alive"
     assert seen == ["alive", "alive"]
     until(lambda: len(of_loops() - before) == 1)  # The other one, which nobody uses, has ended.
     threads.shutdown()
 
 
-def test_threads_that_call_at_once_start_one_loop(not_started: dict[int, asyncio.AbstractEventLoop]) -> None:
-    before, together = of_loops(), threading.Barrier(20)
+def test_threads_that_call_at_once_start_one_loop() -> None:
+    loop, before, together = Loop(), of_loops(), threading.Barrier(20)
 
     def call() -> str:
         together.wait(WITHIN)
-        return answer()
+        return answer_of(loop)
 
     with ThreadPoolExecutor(20) as threads:
         assert [each.result(WITHIN) for each in [threads.submit(call) for _ in range(20)]] == ["alive"] * 20
-    assert len(not_started) == 1
     until(lambda: len(of_loops() - before) == 1)
 
 
-def test_interrupted_start_leaves_no_loop(monkeypatch: pytest.MonkeyPatch, not_started: dict[int, object]) -> None:
-    before = of_loops()
+def test_interrupted_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, before = Loop(), of_loops()
 
     def handler() -> None:
         raise KeyboardInterrupt
 
     interrupt(monkeypatch, loops, "start_thread", handler)
     with pytest.raises(KeyboardInterrupt):
-        answer()
-    assert not not_started
+        answer_of(loop)
     until(lambda: of_loops() <= before)
-    assert answer() == "alive"
+    assert answer_of(loop) == "alive"
+
+
+def test_task_that_a_driver_leaves_running_is_cancelled_when_the_loop_ends() -> None:
+    loop, begun, cancelled = Loop(), threading.Event(), threading.Event()
+
+    async def ask_a_silent_server() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+
+    loop.call_soon(lambda: asyncio.ensure_future(ask_a_silent_server()))
+    assert begun.wait(WITHIN)
+    del loop
+    assert cancelled.wait(WITHIN)

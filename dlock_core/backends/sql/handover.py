@@ -90,6 +90,11 @@ class Handover(Generic[T]):
         if cancelled is not None:
             raise cancelled
 
+    def can_be_awaited(self, runtime: Runtime) -> bool:
+        """Return False in a child that a handler has forked meanwhile, and in a task whose event loop has ended."""
+        has_loop = not isinstance(runtime, Asyncio) or asyncio._get_running_loop() is not None  # noqa: SLF001 - documented for event loops
+        return has_loop and self._pid == os.getpid()
+
     def _refuse_in_child(self) -> None:
         if self._pid != os.getpid():
             raise RuntimeError(f"process {self._pid}, which forked this one, has begun this call")
@@ -115,27 +120,20 @@ async def handed_over(runtime: Runtime, begin: Callable[[Handover[T]], object], 
     in the middle of this one, and would undo it before it is done.
     """
     refuse_at_exit()
-    call = Handover(function)
-    try:
-        begin(call)
-        await call.ended(runtime)
-    except GeneratorExit:  # The task's loop has ended, and nothing can be awaited.
-        call.give_up()
-        raise
-    except BaseException:
-        await _settle(runtime, call)
-        raise
-    return call.outcome()
-
-
-async def _settle(runtime: Runtime, call: Handover[T]) -> None:
-    """Give a call up, or wait until it is over, whatever interrupts that, too; the last interrupt is raised."""
-    if call.give_up() or call.is_over:
-        return
-    try:
-        await call.ended(runtime)
-    except (GeneratorExit, RuntimeError):  # The loop has ended, or this is a forked child.
-        raise
-    except BaseException:
-        await _settle(runtime, call)
-        raise
+    call, interrupt = Handover(function), None
+    # Further interrupts are waited out, too, and the last one is raised.
+    while interrupt is None or (not call.is_over and call.can_be_awaited(runtime)):
+        try:
+            if interrupt is None:
+                begin(call)
+            elif call.give_up():
+                break
+            await call.ended(runtime)
+            if interrupt is None:
+                return call.outcome()
+        except GeneratorExit:  # In it, nothing can be awaited.
+            call.give_up()
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            interrupt = error
+    raise interrupt

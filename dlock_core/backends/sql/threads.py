@@ -30,7 +30,7 @@ MAX_THREADS: Final = 1000
 They are not the event loop's, which may all be waiting for our locks."""
 
 
-class Threads:
+class WorkerThreads:
     """Threads that perform calls: an idle one, or a new one.
 
     `ThreadPoolExecutor.submit` has mutexes that a signal handler which raises may leave locked (see `Handover`), one of
@@ -69,7 +69,7 @@ class Threads:
             del call
 
 
-_threads: Final[dict[int, Threads]] = {}
+_threads: Final[dict[int, WorkerThreads]] = {}
 """The threads, by the process: a forked child has none of its parent's."""
 
 
@@ -77,7 +77,7 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    threads = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), Threads())
+    threads = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), WorkerThreads())
     return await handed_over(runtime, threads.perform, partial(function, *args))
 
 
