@@ -121,12 +121,11 @@ async def handed_over(runtime: Runtime, begin: Callable[[Handover[T]], object], 
     """
     refuse_at_exit()
     call, interrupt = Handover(function), None
-    # Further interrupts are waited out, too, and the last one is raised.
-    while interrupt is None or (not call.is_over and call.can_be_awaited(runtime)):
+    while True:  # Further interrupts are waited out, too, and the last one is raised. All calls are inside the `try`.
         try:
             if interrupt is None:
                 begin(call)
-            elif call.give_up():
+            elif call.is_over or call.give_up() or not call.can_be_awaited(runtime):
                 break
             await call.ended(runtime)
             if interrupt is None:
