@@ -37,15 +37,15 @@ CANCEL_AGAIN_S: Final = 0.5
 EXIT_LIMIT_S: Final = 1.0
 """Seconds for which the end of the interpreter waits for the calls of each loop."""
 
-_running: Final[set[asyncio.AbstractEventLoop]] = set()
+_open_loops: Final[set[asyncio.AbstractEventLoop]] = set()
 """The loops of this process; a forked child begins without any."""
-after_fork_in_child(_running.clear)
+after_fork_in_child(_open_loops.clear)
 
 
 class Loop:
-    """The loop of one engine; it starts with the first call, and runs as long as something refers to this object.
+    """The loop of one store; it starts with the first call, and runs as long as something refers to this object.
 
-    Each engine has its own, so that an event listener that blocks delays no other engine's leases.
+    Each store has its own, so that a blocking event listener of one engine delays no other engine's leases.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ async def _within(limit: float, call: Handover[T]) -> T:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     is_stopped = False
-    _running.add(loop)
+    _open_loops.add(loop)
     while not is_stopped:
         with suppress(BaseException):  # asyncio raises a SystemExit here, too, which a driver's callback may raise.
             loop.run_forever()
@@ -138,7 +138,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(_end_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
-        _running.discard(loop)
+        _open_loops.discard(loop)
         loop.close()
 
 
@@ -148,7 +148,7 @@ def _wait_for_tasks() -> None:
 
     Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes.
     """
-    for loop in list(_running):
+    for loop in list(_open_loops):
         with suppress(Exception):  # It takes longer, or the loop has just ended.
             asyncio.run_coroutine_threadsafe(_tasks_done(), loop).result(2 * EXIT_LIMIT_S)
 
