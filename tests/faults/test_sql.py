@@ -26,7 +26,7 @@ from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
 from tests.interrupts import SoftLimit
 from tests.table_stores import ASYNC, URLS, server_of, table
-from tests.waiting import until
+from tests.waiting import WITHIN, until
 
 END_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
 
@@ -159,6 +159,33 @@ def test_waiter_listens_again_when_its_store_was_closed(postgres: TableBackend, 
         postgres.close()
         until(lambda: postgres._listener.is_listening)
 
+    with_waiter(postgres, name, look)
+
+
+def test_waiter_listens_again_when_its_store_is_closed_before_it_waits(
+    postgres: TableBackend, name: str, monkeypatch: Any
+) -> None:
+    opened, requests = threading.Event(), list[object]()
+    listener, open_listener, try_acquire = postgres._listener, postgres._listener.open, postgres.try_acquire
+
+    def count(*args: Any, **options: Any) -> Any:
+        requests.append(args)
+        return try_acquire(*args, **options)
+
+    async def open_and_close(runtime: Any) -> None:
+        await open_listener(runtime)
+        if not opened.is_set():
+            until(lambda: listener.is_listening)
+            postgres.close()
+            opened.set()
+
+    def look() -> None:
+        assert opened.wait(WITHIN)
+        until(lambda: listener.is_listening)
+        assert len(requests) == 2  # The holder's and the waiter's: it does not listen only when it asks again.
+
+    monkeypatch.setattr(listener, "open", open_and_close)
+    monkeypatch.setattr(postgres, "try_acquire", count)
     with_waiter(postgres, name, look)
 
 

@@ -108,11 +108,12 @@ class TableBackend:
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Return when the lock is free, or may be."""
         until, pause = runtime.now() + timeout, MIN_POLL_INTERVAL_S
-        if self.pool.connector.vendor == "postgresql":
-            await self._listener.open(runtime)
-        else:  # Earlier waiters have at least the same chance.
+        can_listen = self.pool.connector.vendor == "postgresql"
+        if not can_listen:  # Earlier waiters have at least the same chance.
             await runtime.sleep(min(timeout, pause * RNG.uniform(0.5, 1.0)))
         while True:
+            if can_listen:  # Again in each round: the store may have been closed before this waiter had its signal.
+                await self._listener.open(runtime)
             signal = runtime.signal()
             # The signal is registered before the row is read. In the reverse order, a release between the two would be
             # missed, and this waiter would sleep to the end of its pause.
