@@ -124,7 +124,7 @@ def own_block(using: str) -> Atomic:
     """
     connection: Any = connections[using]
     if connection.vendor == "sqlite" and not connection.in_atomic_block and not connection.get_autocommit():
-        driver = connection.connection  # Nobody else is to hear of this BEGIN, which sqlite3 sends as silently.
+        driver = connection.connection  # No hook is called for this BEGIN, nor for the one that sqlite3 sends.
         if not driver.in_transaction and getattr(driver, "autocommit", None) is not True:  # then COMMIT has no effect
             with connection.wrap_database_errors:
                 driver.execute("BEGIN")

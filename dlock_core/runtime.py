@@ -128,7 +128,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def refuse_at_exit() -> None:
-    """Raise RuntimeError if the interpreter is ending: its other threads run no more, and nobody would answer."""
+    """Raise RuntimeError if the interpreter is ending: its other threads no longer run, and would not answer."""
     if sys.is_finalizing():
         raise RuntimeError("the interpreter is ending: release locks before, for example in an atexit function")
 

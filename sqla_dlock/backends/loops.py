@@ -53,7 +53,7 @@ class Loop:
         """The loop, by the process: a forked child does not have its parent's threads."""
 
     def __del__(self) -> None:
-        # Nobody calls now or will: connections and calls refer to this object, and so does whoever begins a call.
+        # No call can come any more: connections and the callers of this loop refer to this object.
         if (loop := self._loops.get(os.getpid())) is not None and not sys.is_finalizing():
             loop.call_soon_threadsafe(loop.stop)
 

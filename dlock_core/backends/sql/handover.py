@@ -38,7 +38,7 @@ class Handover(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._not_begun = [function]
-        """Emptied by whoever comes first: the thread that begins the call, or the caller who gives it up."""
+        """Emptied by the first of two: the thread that begins the call, or the caller that gives it up."""
         self._answer: T
         self._error: BaseException | None = None
         self._wakeup, self._pid = Wakeup(), os.getpid()

@@ -43,15 +43,15 @@ class WorkerThreads:
         self._idle: set[int] = set()
 
     def perform(self, call: Handover[Any]) -> None:
-        """Have a call performed, as soon as there is a thread for it."""
+        """Hand a call to an idle thread, or to a new one; return at once."""
         self._calls.put(call)
         self._ensure()
 
     def _ensure(self) -> None:
         """Start a thread if more calls are waiting than threads are idle.
 
-        Both who adds a call and who has taken one look, each after the change of its own: the latter sees the calls of
-        all who saw it idle at the last moment.
+        A caller that has added a call and a thread that has taken one both check, each after its own change. So a call
+        that was added while the thread still counted as idle is seen by the thread.
         """
         if self._calls.qsize() > len(self._idle) and len(self._threads) < MAX_THREADS:
             start_thread(threading.Thread(target=self._serve, name="dlock-database", daemon=True))
@@ -86,7 +86,7 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
 
     A connection for which the caller no longer waits, because it is late or a signal handler has raised, is closed.
     """
-    opened: list[Connection] = []  # Whoever takes the connection out of this list closes it.
+    opened: list[Connection] = []  # The thread that takes the connection out of this list uses or closes it.
     is_awaited = True
 
     def open_one() -> None:
