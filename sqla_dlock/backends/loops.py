@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -35,7 +36,7 @@ T = TypeVar("T")
 CANCEL_AGAIN_S: Final = 0.5
 """Seconds after which a cancelled call that still waits is cancelled again."""
 EXIT_LIMIT_S: Final = 1.0
-"""Seconds for which the end of the interpreter waits for the calls of each loop."""
+"""Seconds for which the end of the interpreter waits for the calls of all loops."""
 
 _open_loops: Final[set[asyncio.AbstractEventLoop]] = set()
 """The loops of this process; a forked child begins without any."""
@@ -148,9 +149,14 @@ def _wait_for_tasks() -> None:
 
     Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes.
     """
+    waiting = []
     for loop in list(_open_loops):
-        with suppress(Exception):  # It takes longer, or the loop has just ended.
-            asyncio.run_coroutine_threadsafe(_tasks_done(), loop).result(2 * EXIT_LIMIT_S)
+        done = _tasks_done()
+        try:
+            waiting.append(asyncio.run_coroutine_threadsafe(done, loop))
+        except RuntimeError:  # The loop has just ended.
+            done.close()
+    wait(waiting, EXIT_LIMIT_S)
 
 
 async def _tasks_done() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from weakref import ref
 
 import pytest
 
@@ -71,6 +72,27 @@ def test_listener_that_blocks_delays_no_other_engine() -> None:
         assert answer_of(other) == "alive"
     finally:
         may_end.set()
+
+
+class Refused(Exception):
+    """What a driver raises."""
+
+
+def test_error_of_a_call_does_not_keep_the_store_until_a_garbage_collection() -> None:
+    loop, raised = Loop(), list[ref[BaseException]]()
+
+    def fail() -> None:
+        raise Refused
+
+    gc.disable()
+    try:
+        try:
+            run(loop.call(BLOCKING, fail))
+        except Refused as error:
+            raised.append(ref(error))
+        until(lambda: raised[0]() is None)
+    finally:
+        gc.enable()
 
 
 def test_call_on_a_clock_that_a_test_advances_waits_for_the_loop_in_real_time() -> None:

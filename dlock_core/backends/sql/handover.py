@@ -88,7 +88,7 @@ class Handover(Generic[T]):
                 cancelled = error
             self._refuse_in_child()
         if cancelled is not None:
-            raise cancelled
+            raise asyncio.CancelledError(*cancelled.args) from None
 
     def can_be_awaited(self, runtime: Runtime) -> bool:
         """Return False in a child that a handler has forked meanwhile, and in a task whose event loop has ended."""
@@ -102,9 +102,12 @@ class Handover(Generic[T]):
     def outcome(self) -> T:
         """Return what the function has returned, or raise what it has raised, once."""
         error, self._error = self._error, None  # The traceback of the error has a reference to this object.
-        if error is not None:
-            raise error
-        return self._answer
+        try:
+            if error is not None:
+                raise error
+            return self._answer
+        finally:
+            del error  # It has one to this frame, too.
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -135,4 +138,7 @@ async def handed_over(runtime: Runtime, begin: Callable[[Handover[T]], object], 
             raise
         except BaseException as error:  # noqa: BLE001 - it is raised below
             interrupt = error
-    raise interrupt
+    try:
+        raise interrupt
+    finally:
+        del interrupt  # Its traceback has a reference to this frame, which would keep the store until a collection.
