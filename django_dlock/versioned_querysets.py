@@ -143,8 +143,10 @@ class VersionedQuerySet(CountingQuerySet[M_co]):
                 "bulk_create(update_conflicts=True) cannot increment versions: read the rows and save them"
             )
         objs, before = list(objs), AttributeValues()
-        own: list[Any] = [each for each in map(unwrapped, objs) if isinstance(each, self.model)]
-        for obj in own if version is not None else ():
+        own: list[Any] = []
+        if version is not None:
+            own = [each for each in map(unwrapped, objs) if isinstance(each, self.model)]
+        for obj in own:
             before.note(obj, {version.attname: vars(obj).get(version.attname, ABSENT)})
             # A clone, whose key Django may make up now, is not the row that it was read from.
             is_new = obj._state.adding or not obj._is_pk_set()  # noqa: SLF001 - Django's, for composite keys as well

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+from dlock_core.backends.sql.handover import Handover
 from dlock_core.errors import BackendUnavailable
 from dlock_core.owner import printable
 from dlock_core.runtime import start_thread
@@ -108,22 +109,11 @@ class DatabaseReader:
 
 
 def _run_within(seconds: float, function: Callable[[], T]) -> T:
-    done: list[T | BaseException] = []
-
-    def call() -> None:
-        try:
-            done.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-            done.append(error)
-
-    thread = threading.Thread(target=call, name="dlock-inspector", daemon=True)
-    start_thread(thread)
-    thread.join(seconds)
-    if not done:
+    call = Handover(function)
+    start_thread(threading.Thread(target=call.perform, name="dlock-inspector", daemon=True))
+    if not call.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0]
+    return call.outcome()
 
 
 def _reason(error: BaseException) -> str:

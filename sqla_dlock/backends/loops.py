@@ -151,7 +151,7 @@ def _wait_for_tasks() -> None:
     """
     waiting = []
     for loop in list(_open_loops):
-        done = _tasks_done()
+        done = _tasks_done(EXIT_LIMIT_S)
         try:
             waiting.append(asyncio.run_coroutine_threadsafe(done, loop))
         except RuntimeError:  # The loop has just ended.
@@ -159,15 +159,17 @@ def _wait_for_tasks() -> None:
     wait(waiting, EXIT_LIMIT_S)
 
 
-async def _tasks_done() -> None:
-    if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others, timeout=EXIT_LIMIT_S)
+async def _tasks_done(limit: float) -> None:
+    if others := _other_tasks():
+        await asyncio.wait(others, timeout=limit)
 
 
 async def _end_tasks() -> None:
     """Cancel what a driver has left running, such as asyncpg's request to a silent server to cancel a statement."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    for task in _other_tasks():
         task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+    await _tasks_done(CANCEL_AGAIN_S)
+
+
+def _other_tasks() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}
