@@ -201,6 +201,20 @@ def test_next_waiter_listens_when_the_first_was_interrupted_while_it_began(
     until(lambda: postgres._listener.is_listening)
 
 
+def test_server_that_ends_each_listening_session_is_not_asked_for_another_at_once(
+    postgres: TableBackend, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(waiting, "RECONNECT_DELAY_S", 10_000.0)
+    listener = postgres._listener
+    run(listener.open(BLOCKING))
+    until(lambda: listener.is_listening)
+    ended = listener._dedicated
+    run(postgres.pool.step(BLOCKING, "", lambda session: session.execute(END_LISTENERS)))
+    until(lambda: not listener.is_listening)
+    run(listener.open(BLOCKING))
+    assert listener._dedicated is ended
+
+
 @pytest.mark.usefixtures("many_files")
 def test_waiter_is_told_in_a_process_with_many_files(postgres: TableBackend, name: str) -> None:
     with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))

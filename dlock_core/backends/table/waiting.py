@@ -56,7 +56,7 @@ def _set(signals: list[Signal]) -> None:
 RELISTEN_DELAY_S: Final = 30.0
 """Seconds after which a listener that has received nothing is opened again."""
 RECONNECT_DELAY_S: Final = 1.0
-"""Seconds after which a database that could not be reached is tried again."""
+"""Seconds between two attempts to listen to a database that cannot be reached, or that ends each session."""
 
 
 class NotifyListener:
@@ -65,7 +65,7 @@ class NotifyListener:
     def __init__(self, pool: Pool, waiters: LocalWaiters) -> None:
         self._pool, self._waiters = pool, waiters
         self._dedicated: DedicatedConnection | None = None
-        self._proof, self._next = "", -math.inf
+        self._proof, self._begun, self._next = "", -math.inf, -math.inf
         self.is_listening = False
         """Whether every release is reported, so that polling is not needed."""
 
@@ -76,7 +76,7 @@ class NotifyListener:
             return
         # Nothing is called before this, so that no other thread or signal handler opens it, too. A mutex would still be
         # held when a signal handler runs that waits for one of our locks.
-        self._next = now + RELISTEN_DELAY_S
+        self._begun, self._next = now, now + RELISTEN_DELAY_S
         self._abandon()
         try:
             await self._listen(runtime)
@@ -132,5 +132,5 @@ class NotifyListener:
         # The reading thread of a closed listener may end after the next one was opened. The proof distinguishes them:
         # only the end of the current one means that releases are no longer reported.
         if proof == self._proof:
-            self.is_listening, self._next = False, -math.inf
+            self.is_listening, self._next = False, self._begun + RECONNECT_DELAY_S
             self._waiters.notify_all()
