@@ -224,7 +224,7 @@ class ConnectionTracker:
             self._settle(ending)
             return
         is_unanswered = ending.outcome is Outcome.UNKNOWN
-        if is_unanswered and isinstance(error, Error) and ending.is_ended_by(error, self.connection, was_lost=was_lost):
+        if is_unanswered and ending.note_failed_commit(error, self.connection, was_lost=was_lost):
             self._settle(ending)
         if not (is_unanswered and isinstance(error, DatabaseError)):  # after which Django rolls back
             self._roll_back(ending)

@@ -179,12 +179,14 @@ class Transaction:
             self._note_rolled_back(connection)
         self.is_unanswered = False
 
-    def is_ended_by(self, error: Error, connection: Any, *, was_lost: bool) -> bool:
+    def note_failed_commit(self, error: BaseException, connection: Any, *, was_lost: bool) -> bool:
         """Record the outcome that an error of COMMIT means; return whether it has ended and Django rolls nothing back.
 
         `atomic()` rolls back after such an error, `commit()` does not. The transaction stays open if SQLite has refused
         its COMMIT, which can be repeated, or if a driver has refused to turn autocommit on.
         """
+        if not isinstance(error, Error):  # an interrupt
+            return False
         is_refused = was_lost or isinstance(error, ProgrammingError) or is_refusal(error)
         self.outcome = Outcome.ROLLED_BACK if is_refused else Outcome.UNKNOWN
         return is_refused and self.is_manual and (connection.vendor == "mysql" or _may_be_idle(connection))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import text
 from sqlalchemy.util.concurrency import greenlet_spawn
 
+from dlock_core.backends.sql.handover import Handover
 from dlock_core.runtime import start_thread
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock.greenlets import await_
@@ -46,18 +48,14 @@ def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
 
 def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
     """Query in a thread: with an unreachable server, `connect()` may block for minutes."""
-    answers: list[Outcome] = []
-
-    def ask() -> None:
-        try:
-            answers.append(_ask_status(engine, xid))
-        except Exception:  # noqa: BLE001
-            answers.append(Outcome.UNKNOWN)
-
-    thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
-    start_thread(thread)
-    thread.join(MAX_STATUS_WAIT_S)
-    return answers[0] if answers else Outcome.UNKNOWN
+    query = Handover(partial(_ask_status, engine, xid))
+    start_thread(threading.Thread(target=query.perform, name="dlock-commit-status", daemon=True))
+    if not query.wait(MAX_STATUS_WAIT_S):
+        return Outcome.UNKNOWN
+    try:
+        return query.outcome()
+    except Exception:  # noqa: BLE001 - as above
+        return Outcome.UNKNOWN
 
 
 def _ask_status(engine: Engine, xid: str) -> Outcome:
