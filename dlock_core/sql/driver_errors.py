@@ -20,6 +20,7 @@ __all__ = [
     "failure_of_statement",
     "is_plain_refusal",
     "is_refusal",
+    "is_unsent",
     "warn_unless_known",
 ]
 
@@ -126,6 +127,11 @@ def is_refusal(error: BaseException | None) -> bool:
 def is_plain_refusal(error: BaseException) -> bool:
     """Return whether the server has refused this one statement, and nothing more: its session goes on."""
     return _answer(error) is DatabaseFailure.REFUSED
+
+
+def is_unsent(error: BaseException | None) -> bool:
+    """Return whether asyncpg has sent nothing, because the server's last message, in between, has ended the session."""
+    return type(error).__name__ == "InternalClientError"
 
 
 def _answer(error: BaseException | None) -> DatabaseFailure | None:

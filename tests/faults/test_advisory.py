@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
@@ -154,6 +155,50 @@ def test_block_whose_session_the_server_has_ended_is_told_although_nobody_can_be
         assert run(store.force_release(BLOCKING, NAME, lease.token))
         until(seat.connection.has_ended)
         monkeypatch.setattr(store._server, "is_held", is_held)
+
+
+KILL = {"postgresql": "SELECT pg_terminate_backend({})", "mariadb": "KILL {}"}
+FATAL = b"E\0\0\0\x26SFATAL\0VFATAL\0C57P01\0Mterminated\0\0"
+"""PostgreSQL's last message to a session that it ends: https://www.postgresql.org/docs/current/protocol-message-formats.html"""
+
+
+def kill_session(store: Any, lease: Any, server: str) -> None:
+    engine = create_engine(URLS[{"postgresql": "psycopg", "mariadb": "mysqldb"}[server]])
+    with engine.connect() as operator:
+        operator.execute(text(KILL[server].format(store._reservations[lease.holder].connection.number)))
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "store",
+    ["postgresql", "mariadb", "psycopg", "psycopg_async", "asyncpg", "pymysql", "aiomysql", "asyncmy"],
+    indirect=True,
+)
+def test_holder_whose_session_was_killed_learns_that_another_has_the_lock(store, alias):
+    server = server_of(alias)
+    lease = Lock(store, NAME, renew=False).acquire()
+    kill_session(store, lease, server)
+    other = made(server, session=True)
+    with Lock(other, NAME, wait=WITHIN):
+        assert lease.release() is Released.STOLEN
+    other.close()
+
+
+@pytest.mark.usefixtures("postgresql")
+def test_holder_on_asyncpg_learns_it_from_the_last_message_of_its_killed_session():
+    with Proxy(settings.POSTGRESQL_PORT) as proxy:
+        url = URLS["asyncpg"].replace(f":{proxy.target}/", f":{proxy.port}/")
+        store: Any = from_engine(create_async_engine(url), session=True)
+        lease = Lock(store, NAME, renew=False).acquire()
+        proxy.mute()  # Neither the end of the connection arrives, nor an answer to who holds the lock now.
+        driver: Any = store._reservations[lease.holder].connection.dedicated.connection.driver
+        told = threading.Event()
+        driver._loop.call_soon_threadsafe(driver._protocol.data_received, FATAL)
+        driver._loop.call_soon_threadsafe(told.set)
+        assert told.wait(WITHIN)
+        assert lease.release() is Released.EXPIRED
+        proxy.cut()
+        store.close()
 
 
 @both

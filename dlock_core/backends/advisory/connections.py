@@ -49,7 +49,7 @@ class LockConnection:
         """Seconds of silence after which the server ends the session, as last configured."""
         self.is_fresh = True
         self.had_ended = False
-        """Whether the server had ended it before the last step that checked."""
+        """Whether the server had ended it before the last call of `note_end`."""
         self._in_use: dict[str, object] = {}
         """The step that uses the connection. `setdefault` enters and `del` leaves, each in one bytecode. A caller could
         be interrupted right after acquiring a `threading.Lock`, which would then stay locked."""
@@ -62,6 +62,19 @@ class LockConnection:
     def is_usable(self) -> bool:
         """Return whether an idle connection is ours and open; the server may have ended its session."""
         return self.is_open and not self.has_ended()
+
+    def note_end(self) -> None:
+        """Record, within a step, whether the server has ended the session; if the driver cannot detect it, try a query.
+
+        If the step's next statement fails, it was not executed in a session that had ended before.
+        """
+        self.had_ended = bool(self.has_ended())
+        if self.has_ended is _is_unknown:
+            try:
+                self.execute("SELECT 1", {})
+            except Exception:
+                self.had_ended = True
+                raise
 
     def close(self) -> bool:
         """Close the connection, unless a step is using it; in a forked child it stays open for the parent."""
@@ -173,14 +186,16 @@ def _ways(connection: Connection) -> tuple[Execute, Execute]:
 
 
 def _ended(connection: Connection) -> Callable[[], object]:
-    """Return a function that checks whether an idle session has ended: there is nothing else to read from it.
-
-    Some drivers of asyncio cannot detect this.
-    """
+    """Return a function that checks whether an idle session has ended: there is nothing else to read from it."""
     driver = connection.driver
     number = socket_of(driver)
     if number < 0:
-        return getattr(driver, "is_closed", bool)
+        return getattr(driver, "is_closed", _is_unknown)  # asyncpg's
     poll = select.poll()
     poll.register(number, select.POLLIN)
     return partial(poll.poll, 0)
+
+
+def _is_unknown() -> bool:
+    """Return False: aiomysql and asyncmy read the end of a session and do not report it."""
+    return False

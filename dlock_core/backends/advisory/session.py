@@ -16,12 +16,13 @@ from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import is_plain_refusal
+from dlock_core.sql.driver_errors import is_plain_refusal, is_unsent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
+    from dlock_core.backends.advisory.connections import LockConnection
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
@@ -106,8 +107,8 @@ class SessionBackend:
                 self._give_back(reservation, is_free=is_free)
                 if is_free:
                     return Released.RELEASED
-            except BackendUnavailable:
-                if not reservation.connection.had_ended:
+            except BackendUnavailable as error:
+                if not _had_ended(reservation.connection, error):
                     raise
         try:
             return Released.STOLEN if await self._server.is_held(runtime, request.name) else Released.EXPIRED
@@ -207,7 +208,7 @@ class SessionBackend:
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
         def unlock(_: Connection) -> bool:
-            reservation.connection.had_ended = bool(reservation.connection.has_ended())
+            reservation.connection.note_end()
             return self._server.unlock(reservation.connection, reservation.request)
 
         return await reservation.connection.step(runtime, reservation.request.name, unlock)
@@ -228,6 +229,11 @@ class SessionBackend:
         for holder, reservation in list(self._reservations.items()):
             if reservation.until < now and reservation.connection.close():
                 self._reservations.pop(holder, None)
+
+
+def _had_ended(connection: LockConnection, error: BackendUnavailable) -> bool:
+    """Return whether a session had ended before a step that failed: otherwise the server may have executed the step."""
+    return is_unsent(error.__cause__) or (connection.had_ended and not isinstance(error.__cause__, TimeoutError))
 
 
 def _limited(request: AcquireRequest) -> AcquireRequest:
