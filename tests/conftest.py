@@ -40,6 +40,8 @@ LONG: Final = (
     "sqla_dlock/test_interrupts.py", "acceptance/test_sqla_race.py", "django_dlock/test_interrupts.py",
     "sqla_dlock/test_versions_model.py", "faults/etcd/test_cluster.py", "faults/test_handlers_that_lock.py",
     "acceptance/test_load.py", "scenarios/test_fence_processes.py", "faults/test_sentinel.py",
+    "faults/test_redlock.py", "faults/etcd/test_network.py", "faults/test_table.py", "faults/test_cluster.py",
+    "faults/test_network.py",
     "faults/test_zookeeper.py", "acceptance/test_race.py", "sqla_dlock/test_fence_functions.py",
     "django_dlock/test_admin_browser.py", "django_dlock/test_psycopg2.py", "faults/test_crowd.py",
     "faults/test_advisory.py", "test_model.py", "django_dlock/test_admin_versions.py",
