@@ -183,13 +183,13 @@ class Transaction:
         """Record the outcome that an error of COMMIT means; return whether it has ended and Django rolls nothing back.
 
         `atomic()` rolls back after such an error, `commit()` does not. The transaction stays open if SQLite has refused
-        its COMMIT, which can be repeated, or if a driver has refused to turn autocommit on.
+        its COMMIT, which can be repeated, or if a driver has not sent it.
         """
         if not isinstance(error, Error):  # an interrupt
             return False
         is_refused = was_lost or isinstance(error, ProgrammingError) or is_refusal(error)
         self.outcome = Outcome.ROLLED_BACK if is_refused else Outcome.UNKNOWN
-        return is_refused and self.is_manual and (connection.vendor == "mysql" or _may_be_idle(connection))
+        return self.is_manual and _has_ended(connection, error)
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
         """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""
@@ -218,6 +218,14 @@ def _has_rolled_back(connection: Any, error: Exception) -> bool:
             return bool(cursor.fetchone()[0])
     except connection.Database.Error:
         return True  # it is safe to admit a token twice
+
+
+def _has_ended(connection: Any, error: Error) -> bool:
+    """Return whether a transaction has ended with an error of COMMIT."""
+    if connection.vendor == "mysql":
+        # These roll back a transaction whose COMMIT they refuse. Their client has results to read before it sends it.
+        return not isinstance(error, ProgrammingError)
+    return _may_be_idle(connection)
 
 
 def is_idle(connection: Any) -> bool:

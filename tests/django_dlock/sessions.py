@@ -89,6 +89,27 @@ def held_in_commit(alias: str, then: Callable[[BaseDatabaseWrapper], None]) -> I
         assert not failures
 
 
+@contextlib.contextmanager
+def killed_in_commit(alias: str) -> Iterator[None]:
+    """On MariaDB or MySQL, stop the next COMMIT of this thread, as a backup does, and end it by KILL QUERY."""
+    number = session_id(alias)
+    held = "SELECT 1 FROM information_schema.processlist WHERE id = %s AND info = 'commit'"
+    with second_session(alias) as backup, second_session(alias) as watcher:
+        rows(backup, "FLUSH TABLES WITH READ LOCK")
+
+        def kill() -> None:
+            until(lambda: rows(watcher, held, number))
+            rows(watcher, f"KILL QUERY {number}")
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(WITHIN)
+            rows(backup, "UNLOCK TABLES")
+
+
 HOLD_COMMIT = """
 CREATE FUNCTION hold_commit() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_advisory_xact_lock(4711); RETURN NULL; END $$;

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from django.db import Error, InterfaceError, OperationalError, ProgrammingError, connections, transaction
 from django.db.transaction import atomic
 
 from django_dlock.connections import in_transaction, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock import sessions
-from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session
+from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session, killed_in_commit
 from tests.django_dlock.tracking import on_end
 from tests.proxy import Proxy
 
@@ -211,6 +211,46 @@ def busy(default, use_database, monkeypatch, tmp_path) -> Iterator[str]:
     yield "busy"
     connections["busy"].close()
     del connections["busy"]
+
+
+@pytest.fixture
+def by_hand(database) -> Iterator[None]:
+    transaction.set_autocommit(False, using=database)
+    yield
+    connections[database].close()
+
+
+mariadb_only = pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+
+
+@mariadb_only
+@pytest.mark.usefixtures("by_hand")
+def test_commit_by_hand_that_was_killed_is_the_end_of_its_transaction(database, heard):
+    on_end(heard.append, using=database)
+    add(database, "a")
+    with killed_in_commit(database), pytest.raises(OperationalError):
+        transaction.commit(using=database)
+    assert heard == [UNKNOWN]
+    add(database, "b")
+    transaction.commit(using=database)
+    assert heard == [UNKNOWN]
+    assert committed(database) == {"b"}
+
+
+@mariadb_only
+@pytest.mark.usefixtures("by_hand")
+def test_commit_by_hand_that_could_not_be_sent_may_be_tried_again(database, heard):
+    on_end(heard.append, using=database)
+    add(database, "a")
+    cursor = connections[database].connection.cursor()
+    cursor.execute("SELECT 1; SELECT 2")
+    with pytest.raises(ProgrammingError, match="out of sync"):
+        transaction.commit(using=database)
+    assert heard == []
+    cursor.close()  # reads the second result
+    transaction.commit(using=database)
+    assert heard == [COMMITTED]
+    assert committed(database) == {"a"}
 
 
 def test_commit_refused_by_a_busy_sqlite_is_rolled_back(busy, heard):
