@@ -74,6 +74,8 @@ class ConnectionTracker:
         self.xid: str | None = None
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
         """The functions to call when one of these savepoints is rolled back, and the names of the open savepoints."""
+        self._outcome: Outcome | None = None
+        """The outcome of a COMMIT that was sent, as far as it is known: no rollback after it changes that."""
         self._is_in_doubt = False
         self._has_failed = False
         """Whether a statement has failed on PostgreSQL, which may have undone the whole transaction."""
@@ -103,7 +105,6 @@ class ConnectionTracker:
         knows it, and `_outcome_after` determines what can be determined. An earlier error, of a check or a hook,
         prevents the COMMIT.
         """
-        outcome = Outcome.ROLLED_BACK
         try:
             self._check()
             if current_attempts.get():
@@ -111,16 +112,18 @@ class ConnectionTracker:
             is_rolled_back = self._has_failed and is_undone(self.connection)
             has_ended = Outcome.ROLLED_BACK if is_rolled_back else Outcome.COMMITTED
             if self._is_in_doubt or _is_alive(self.connection):
-                outcome = Outcome.UNKNOWN
+                self._outcome = Outcome.UNKNOWN
             commit(*xid)
-            outcome = has_ended
-            self._end(outcome, in_commit=True)
-        except BaseException as error:  # an interrupt may come anywhere
-            if outcome is not Outcome.COMMITTED:
-                self._clean_up()
-            if outcome is Outcome.UNKNOWN:
-                outcome = self._outcome_after(error)
-            self._end(outcome, in_commit=True)
+            self._outcome = has_ended
+            self._end(has_ended, in_commit=True)
+        except BaseException as error:  # An interrupt may come anywhere, and in what follows, too.
+            try:
+                if self._outcome is not Outcome.COMMITTED:
+                    self._clean_up()
+                if self._outcome is Outcome.UNKNOWN:
+                    self._outcome = self._outcome_after(error)
+            finally:
+                self._end(Outcome.ROLLED_BACK, in_commit=True)
             raise
 
     def refuse_undone(self) -> None:
@@ -201,6 +204,8 @@ class ConnectionTracker:
             raise
 
     def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
+        """Report the outcome, which is that of the COMMIT if one was sent."""
+        outcome = self._outcome or outcome
         forget = vars(self.connection).pop
         for name in _INTERCEPTED:
             forget(name, None)

@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock import commit_status
-from sqla_dlock.connections import note_xid
+from sqla_dlock.connections import note_xid, tracker_of
 from sqla_dlock.transactions import before_work, on_end
 from tests.proxy import Proxy
 from tests.sqla_dlock.lost import held_in_commit, interrupt_once, port_of, terminate_held, url_through
@@ -362,6 +362,38 @@ def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, f
     for thread in threading.enumerate():
         if thread.name == "dlock-commit-status":
             thread.join(30)
+
+
+def interrupted(*_: object) -> None:
+    """Stands for a signal handler that raises."""
+    raise KeyboardInterrupt
+
+
+def in_the_query(_: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_status, "outcome_of", interrupted)
+
+
+def in_the_rollback(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = tracker_of(session.connection())
+    assert tracker is not None
+    monkeypatch.setattr(tracker.sqlalchemy, "_rollback_impl", interrupted)
+
+
+@postgresql_only
+@pytest.mark.parametrize("interrupt_it", [in_the_query, in_the_rollback])
+def test_commit_without_a_reply_stays_unknown_when_an_interrupt_comes_after_it(
+    sound, network, far, heard, monkeypatch, interrupt_it
+):
+    note(far)
+    add(far, "a")
+    on_end(far, heard.append)
+    interrupt_it(far, monkeypatch)
+    network.cut_reply(matching=b"COMMIT")
+    with pytest.raises(KeyboardInterrupt):
+        far.commit()
+    far.close()
+    assert heard == [UNKNOWN]
+    assert names(sound) == {"a"}
 
 
 @postgresql_only
