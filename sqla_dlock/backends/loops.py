@@ -11,7 +11,8 @@ import atexit
 import os
 import sys
 import threading
-from concurrent.futures import wait
+import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -37,10 +38,13 @@ CANCEL_AGAIN_S: Final = 0.5
 """Seconds after which a cancelled call that still waits is cancelled again."""
 EXIT_LIMIT_S: Final = 1.0
 """Seconds for which the end of the interpreter waits for the calls of all loops."""
+REFUSE_AFTER_S: Final = 5.0
+"""Seconds after which another thread's call fails during that: nearly always Python has ended the thread before."""
 
 _open_loops: Final[set[asyncio.AbstractEventLoop]] = set()
 """The loops of this process; a forked child begins without any."""
 after_fork_in_child(_open_loops.clear)
+_exit_has_begun: Final = threading.Event()
 
 
 class Loop:
@@ -66,6 +70,7 @@ class Loop:
         if not isinstance(runtime, Asyncio) and running is not None and running is self._loops.get(os.getpid()):
             self.spawn(partial(function, *args))
             return None  # type: ignore[return-value]
+        _refuse_at_exit()
         return await handed_over(runtime, self._begin, partial(function, *args))
 
     def within(self, limit: float, function: Callable[[], T]) -> T:
@@ -113,6 +118,12 @@ class Loop:
                 loop.call_soon_threadsafe(loop.stop)
 
 
+def _refuse_at_exit() -> None:
+    if _exit_has_begun.is_set() and threading.current_thread() is not threading.main_thread():
+        time.sleep(REFUSE_AFTER_S)
+        raise RuntimeError("the interpreter is ending: only its main thread can still release locks")
+
+
 async def _within(limit: float, call: Handover[T]) -> T:
     """Like `asyncio.wait_for`, but cancel repeatedly: the clean-up may wait for the same silent server."""
     task = asyncio.ensure_future(greenlet_spawn(call.perform))
@@ -147,16 +158,22 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _wait_for_tasks() -> None:
     """Let the loops finish what they do in the background, such as closing a connection, before the interpreter ends.
 
-    Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes.
+    Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes. So
+    other threads begin nothing more; the main thread may, in the program's own functions for the exit.
     """
+    _exit_has_begun.set()
     waiting = []
     for loop in list(_open_loops):
-        done = _tasks_done(EXIT_LIMIT_S)
-        try:
-            waiting.append(asyncio.run_coroutine_threadsafe(done, loop))
-        except RuntimeError:  # The loop has just ended.
-            done.close()
+        done: Future[None] = Future()
+        with suppress(RuntimeError):  # The loop has just ended.
+            loop.call_soon_threadsafe(_report_done, done)
+            waiting.append(done)
     wait(waiting, EXIT_LIMIT_S)
+
+
+def _report_done(done: Future[None]) -> None:
+    task = asyncio.ensure_future(_tasks_done(EXIT_LIMIT_S))
+    task.add_done_callback(lambda _: done.set_result(None))
 
 
 async def _tasks_done(limit: float) -> None:

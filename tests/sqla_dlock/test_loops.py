@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -166,3 +168,43 @@ def test_task_that_a_driver_leaves_running_is_cancelled_when_the_loop_ends() -> 
     assert begun.wait(WITHIN)
     del loop
     assert cancelled.wait(WITHIN)
+
+
+AT_EXIT = """
+import atexit, threading
+
+from dlock_core.runtime import BLOCKING, run
+
+said, go, done = [], threading.Event(), threading.Event()
+
+def call():
+    try:
+        said.append(run(loop.call(BLOCKING, lambda: "answered")))
+    except RuntimeError:
+        said.append("refused")
+
+def work():
+    go.wait()
+    call()
+    done.set()
+
+@atexit.register  # before the loops' own function, and so called after it
+def last():
+    go.set()
+    done.wait(10)
+    call()
+    print(*said)
+
+from sqla_dlock.backends import loops
+
+loops.REFUSE_AFTER_S = 0.0
+loop = loops.Loop()
+threading.Thread(target=work, daemon=True).start()
+call()
+"""
+
+
+def test_at_exit_other_threads_are_refused_and_the_programs_own_functions_still_release_locks() -> None:
+    """What another thread began then could be in the middle of a greenlet when Python ends the loop's thread."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout.split(), ended.stderr) == (["answered", "refused", "answered"], "")
