@@ -125,9 +125,9 @@ class Acquisition:
     __slots__ = (
         "answer",
         "backend",
-        "broken",
         "deadline",
         "held",
+        "is_unsure",
         "on_lost",
         "pid",
         "renew",
@@ -156,7 +156,7 @@ class Acquisition:
         self.deadline = math.inf if wait is None else (self.started if since is None else since) + wait
         self.held: LeaseRecord | None = None
         self.answer: Granted | Busy | None = None
-        self.broken: BackendUnavailable | None = None
+        self.is_unsure = False  # The last request got no answer.
         self.ticket: Any = None
         self.touched = False  # The store may contain something of ours: a grant, or a position in the queue.
         self.waited = False
@@ -269,7 +269,8 @@ class Acquisition:
         try:
             self.answer = await self.backend.wait(self.runtime, self.request, busy, seconds)
         except BackendUnavailable as error:
-            await self.pause(error)
+            if not await self.pause(error):
+                raise
         if isinstance(self.answer, Busy):
             self.sent = self.runtime.now()  # the last check was made at the end of the wait, not at its start
         elif self.answer is not None and self.answer.age is not None:
@@ -278,15 +279,15 @@ class Acquisition:
 
     async def ask(self) -> None:
         self.sent, self.touched = self.runtime.now(), True
-        unsure = self.broken is not None
         try:
-            self.answer = await self.backend.try_acquire(self.runtime, self.request, self.ticket, unsure=unsure)
+            self.answer = await self.backend.try_acquire(self.runtime, self.request, self.ticket, unsure=self.is_unsure)
         except BackendUnavailable as error:
             is_late = error.is_late
-            await self.pause(error)
+            if not await self.pause(error):
+                raise
         else:
             is_late = isinstance(self.answer, Busy) and self.answer.is_late
-            self.broken = None
+            self.is_unsure = False
             self.touched = isinstance(self.answer, Granted) or self.request.queue
         if is_late:
             self.change_holder()
@@ -300,17 +301,21 @@ class Acquisition:
         repeat_later(self.backend, self.request.holder, self.leaving(), self.request.ttl, is_release=False)
         self.request = self.request._replace(holder=_new_holder())
 
-    async def pause(self, error: BackendUnavailable) -> None:
-        """Decide whether to repeat a request to an unreachable store, and when."""
+    async def pause(self, error: BackendUnavailable) -> bool:
+        """Wait until a request to an unreachable store may be repeated; return False if it may not.
+
+        The caller raises the error: raised here, it would keep this object until a garbage collection.
+        """
         now = self.runtime.now()
-        first, self.broken = self.broken is None, error
+        first, self.is_unsure = not self.is_unsure, True
         if first and error.broken:
-            return  # an idle connection had died: the store may be fine, so retry once even with wait=0
+            return True  # an idle connection had died: the store may be fine, so retry once even with wait=0
         if now >= self.deadline or error.refused:
-            raise error
+            return False
         if first:
             logger.warning("dlock: %s; the request is repeated until the lock's wait is over", error)
         await self.runtime.sleep(min(RNG.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
+        return True
 
     async def abandon(self, error: BaseException | None = None) -> None:
         if self.touched and not self.is_inherited():

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -29,7 +30,7 @@ from dlock_core import (
     NotSupported,
     Released,
 )
-from dlock_core.backend import Capabilities
+from dlock_core.backend import AcquireRequest, Capabilities
 from dlock_core.leases import blocks as blocks_module
 from dlock_core.leases.callers import held_names
 from dlock_core.leases.lease import LeaseRecord, Membership
@@ -159,6 +160,28 @@ def test_lease_of_a_task_that_returned_it_can_be_thrown_away(store: MemoryBacken
             gc.collect()
 
     asyncio.run(main())
+
+
+class Unreachable(MemoryBackend):
+    async def try_acquire(self, _: Any, request: AcquireRequest, *__: Any, **___: Any) -> Any:
+        raise BackendUnavailable(request.name, reason="nobody is there")
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05])
+def test_store_that_could_not_be_reached_is_not_kept_until_a_garbage_collection(
+    wait: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Unreachable()
+    known = ref(store)
+    gc.disable()
+    try:
+        with pytest.raises(BackendUnavailable):
+            Lock(store, "a", wait=wait).acquire()
+        caplog.clear()
+        del store
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_lease_that_only_a_cycle_keeps_is_missed_when_the_cycle_is_collected(store: MemoryBackend) -> None:
