@@ -120,7 +120,7 @@ class ConnectionTracker:
         try:
             answer = execute(sql, params, many, context)
             if is_control:
-                transaction.note_savepoints(text, is_certain=not many)
+                transaction.note_control(self.connection, text, is_certain=not many)
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error, text if is_control else "")

@@ -16,7 +16,7 @@ from django.db import Error, ProgrammingError
 
 from dlock_core.sql.database import IDLE, IN_ERROR, transaction_status
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, failure_of_statement, is_refusal
-from dlock_core.sql.statement_kinds import savepoint_changes
+from dlock_core.sql.statement_kinds import may_run_another, savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Transaction:
     has_spoken: bool = False
     """Whether a statement was sent in it, which may have taken its snapshot."""
     is_unanswered: bool = False
-    """Whether a statement has failed, or was interrupted, and a possible rollback was not checked yet."""
+    """Whether a possible rollback was not checked yet, by a statement that failed, was interrupted, or runs others."""
     is_begun_anew: bool = False
     """Whether the database has rolled it back with a failed statement, and treats what follows as a new one."""
     comment: str = ""
@@ -166,6 +166,12 @@ class Transaction:
             elif name is not None and is_certain:
                 self.undo.append(name)
 
+    def note_control(self, connection: BaseDatabaseWrapper, sql: str, *, is_certain: bool) -> None:
+        """Record a statement that neither reads nor writes rows, and that may have ended savepoints or all of it."""
+        self.note_savepoints(sql, is_certain=is_certain)
+        # A procedure may have rolled back. MariaDB is asked later: now its results may be unread.
+        self.is_unanswered |= connection.vendor == "mysql" and may_run_another(sql)
+
     def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException, sql: str = "") -> None:
         """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction.
 
@@ -192,7 +198,10 @@ class Transaction:
         return self.is_manual and _has_ended(connection, error)
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
-        """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""
+        """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent.
+
+        Do the same after a statement that may have rolled back without an error.
+        """
         if _may_be_idle(connection):
             self._note_rolled_back(connection)
         self.passed.clear()  # MySQL cannot report it; it is safe to admit a token twice

@@ -79,7 +79,8 @@ _SAVEPOINT: Final = re.compile(
     re.ASCII,
 )
 """A statement that creates or ends a savepoint with a plain name."""
-_ENDS_SAVEPOINT: Final = re.compile(r"[\s\ufeff]*(RELEASE|ROLLBACK)\b", re.IGNORECASE)
+_UNDOES: Final = re.compile(r"[\s\ufeff]*(?:SET\s+STATEMENT\b.*?\bFOR\s+)?(?:ROLLBACK|ABORT)\b", re.IGNORECASE)
+_RELEASES: Final = re.compile(r"[\s\ufeff]*(?:SET\s+STATEMENT\b.*?\bFOR\s+)?RELEASE\b", re.IGNORECASE)
 _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
 """The head of a routine; in the body that follows, BEGIN and END enclose a block and end no transaction."""
 
@@ -151,8 +152,8 @@ def savepoint_changes(sql: str) -> list[SavepointChange]:
     found = [each for part in parts if (each := _SAVEPOINT.fullmatch(part))]
     if len(found) == len(parts):
         return [(each["verb"].split()[0].upper(), (each["plain"] or "").lower() or each["quoted"]) for each in found]
-    ends = {begun[1].upper() for part in _statements(sql) if (begun := _ENDS_SAVEPOINT.match(part))}
-    return [(verb, None) for verb in ("ROLLBACK", "RELEASE") if verb in ends]
+    kinds = {"ROLLBACK": _UNDOES, "RELEASE": _RELEASES}
+    return [(verb, None) for verb, kind in kinds.items() if any(kind.match(part) for part in _statements(sql))]
 
 
 def _statements(sql: str) -> Iterator[str]:

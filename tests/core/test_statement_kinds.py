@@ -194,6 +194,8 @@ def test_statement_of_mysql_that_runs_no_other_is_known(sql: str) -> None:
         *((f"SAVEPOINT {name}", []) for name in ("a$1", '"A"', '"a""1"', "'a1'", "[a1]", 'U&"a"', "ä")),
         *((f"ROLLBACK TO {name}", [("ROLLBACK", None)]) for name in ("a$1", '"A"', '"a""1"', "'a1'", "[a 1]", "ä")),
         ("RELEASE 'a1'", [("RELEASE", None)]),
+        *((sql, [("ROLLBACK", None)]) for sql in ("ROLLBACK", "rollback and chain", "ABORT", "/* x */ abort work")),
+        ("SET STATEMENT max_statement_time=1 FOR ROLLBACK", [("ROLLBACK", None)]),
         ("SELECT 1; ROLLBACK TO x", [("ROLLBACK", None)]),
         ("ROLLBACK # x\n TO a1", [("ROLLBACK", None)]),
         ("ROLLBACK TO /* /* */ b -- */ a", [("ROLLBACK", None)]),

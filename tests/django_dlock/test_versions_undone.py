@@ -21,6 +21,7 @@ from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import kill_session
 from tests.django_dlock.tracking import on_end
 from tests.interrupts import OURS, SoftLimit, each_line
+from tests.mysql_server import mariadb_only
 from tests.testapp.models import Article, Code, Counter, Job, Place, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
@@ -169,6 +170,47 @@ def test_commit_by_hand_that_is_refused_is_the_end_of_its_transaction(database):
     finally:
         transaction.set_autocommit(True, using=database)
     assert Article.objects.using(database).get().version == article.version == 2
+
+
+def of_mariadb(sql: str) -> Any:
+    return pytest.param("mariadb", sql, marks=mariadb_only)
+
+
+@pytest.mark.parametrize(
+    ("database", "sql"),
+    [
+        *[(alias, "ROLLBACK") for alias in ("default", "postgresql", "mariadb")],
+        ("postgresql", "/* all of it */ ABORT"),
+        of_mariadb("SET STATEMENT max_statement_time=10 FOR ROLLBACK"),
+        of_mariadb("BEGIN NOT ATOMIC ROLLBACK; END"),
+        of_mariadb("EXECUTE IMMEDIATE 'ROLLBACK'"),
+    ],
+    indirect=["database"],
+)
+def test_version_in_memory_is_the_rows_after_a_rollback_by_a_statement(database, sql):
+    article = Article.objects.using(database).create(title="old")
+    transaction.set_autocommit(False, using=database)
+    try:
+        article.save()
+        with connections[database].cursor() as cursor:
+            cursor.execute(sql)
+        transaction.commit(using=database)
+    finally:
+        connections[database].close()
+    assert article.version == Article.objects.using(database).get().version == 1
+
+
+@mariadb_only
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_version_in_memory_is_the_rows_after_a_statement_that_might_have_rolled_back(database):
+    article = Article.objects.using(database).create(title="old")
+    with atomic(database):
+        article.save()
+        with connections[database].cursor() as cursor:
+            cursor.execute("EXECUTE IMMEDIATE 'SELECT 1'")
+            cursor.fetchall()
+        article.save()
+    assert article.version == Article.objects.using(database).get().version == 3
 
 
 def interrupted(*_: object) -> None:
