@@ -103,24 +103,23 @@ class ConnectionTracker:
         text, transaction = sql if type(sql) is str else text_of(sql, self.connection), self.transaction()
         if transaction is not None and transaction.is_unanswered:
             transaction.make_up(self.connection)
-        leases, is_data = leases_of_context.get(), False
-        if leases and transaction is not None:
-            is_data = is_data_statement(text)
-            if is_data and transaction.passed.issuperset(leases):
-                leases = ()
+        leases, is_data = leases_of_context.get(), is_data_statement(text)
+        if leases and is_data and transaction is not None and transaction.passed.issuperset(leases):
+            leases = ()
         if (leases or self.hooks) and not self.suspended.depth:
             self._before_statement(text, transaction, leases)
         if transaction is None:
             return execute(sql, params, many, context)
-        if not transaction.has_spoken:
-            transaction.has_spoken = self._may_take_snapshot(text)
+        transaction.has_spoken = transaction.has_spoken or self._may_take_snapshot(text)
         if transaction.comment and isinstance(sql, str) and not many:  # drivers parse the beginning of executemany's
             sql = transaction.comment + sql
-        is_control = bool(transaction.undo) and not (is_data or is_data_statement(text))
+        is_control = bool(transaction.undo) and not is_data
         try:
+            if is_control:
+                transaction.guard(self.connection, text)
             answer = execute(sql, params, many, context)
             if is_control:
-                transaction.note_control(self.connection, text, is_certain=not many)
+                transaction.note_savepoints(text, is_certain=not many)
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error, text if is_control else "")

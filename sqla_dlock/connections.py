@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
+__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "outcome_so_far", "tracker_for", "tracker_of"]
 
 
 _INTERCEPTED: Final = (
+    "_begin_impl",
+    "_begin_twophase_impl",
     "_commit_impl",
     "_rollback_impl",
     "_rollback_to_savepoint_impl",
@@ -74,7 +76,7 @@ class ConnectionTracker:
         self.xid: str | None = None
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
         """The functions to call when one of these savepoints is rolled back, and the names of the open savepoints."""
-        self._outcome: Outcome | None = None
+        self.outcome: Outcome | None = None
         """The outcome of a COMMIT that was sent, as far as it is known: no rollback after it changes that."""
         self._is_in_doubt = False
         self._has_failed = False
@@ -84,6 +86,8 @@ class ConnectionTracker:
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
+            _begin_impl=partial(self._begin_next, own._begin_impl),
+            _begin_twophase_impl=partial(self._begin_next, own._begin_twophase_impl),
             _commit_impl=partial(self._finish, own._commit_impl),
             _rollback_impl=partial(self._roll_back, own._rollback_impl),
             _rollback_to_savepoint_impl=self._roll_back_to_savepoint,
@@ -97,6 +101,12 @@ class ConnectionTracker:
             vars(connection).update(
                 _handle_dbapi_exception=self._handle_dbapi_exception, _execute_context=self._execute_context
             )
+
+    def _begin_next(self, begin: Callable[[object], None], transaction: object) -> None:
+        """Report the end of this transaction now if interrupts have prevented that: not as the end of the next one."""
+        if self.outcome is not None:
+            self._end(self.outcome)
+        begin(transaction)
 
     def _finish(self, commit: Callable[..., None], *xid: Any) -> None:
         """Check, commit, and report the outcome to the participants, whatever happens in between.
@@ -112,18 +122,22 @@ class ConnectionTracker:
             is_rolled_back = self._has_failed and is_undone(self.connection)
             has_ended = Outcome.ROLLED_BACK if is_rolled_back else Outcome.COMMITTED
             if self._is_in_doubt or _is_alive(self.connection):
-                self._outcome = Outcome.UNKNOWN
+                self.outcome = Outcome.UNKNOWN
             commit(*xid)
-            self._outcome = has_ended
+            self.outcome = has_ended
             self._end(has_ended, in_commit=True)
         except BaseException as error:  # An interrupt may come anywhere, and in what follows, too.
             try:
-                if self._outcome is not Outcome.COMMITTED:
+                if self.outcome is not Outcome.COMMITTED:
                     self._clean_up()
-                if self._outcome is Outcome.UNKNOWN:
-                    self._outcome = self._outcome_after(error)
+                if self.outcome is Outcome.UNKNOWN:
+                    self.outcome = self._outcome_after(error)
             finally:
-                self._end(Outcome.ROLLED_BACK, in_commit=True)
+                try:
+                    self._end(Outcome.ROLLED_BACK, in_commit=True)
+                except BaseException:
+                    self._end(Outcome.ROLLED_BACK, in_commit=True)
+                    raise
             raise
 
     def refuse_undone(self) -> None:
@@ -205,11 +219,10 @@ class ConnectionTracker:
 
     def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
         """Report the outcome, which is that of the COMMIT if one was sent."""
-        outcome = self._outcome or outcome
+        outcome = self.outcome or outcome
         forget = vars(self.connection).pop
-        for name in _INTERCEPTED:
+        for name in ("_dlock_tracker", *reversed(_INTERCEPTED)):  # `_begin_impl` last: it completes an interrupted end
             forget(name, None)
-        forget("_dlock_tracker", None)
         if self.hooks.listens:
             self.hooks.end()
         while self.participants:  # each is removed only after its call: an interrupt may repeat this
@@ -226,6 +239,12 @@ def tracker_of(connection: Connection) -> ConnectionTracker | None:
     """Return the tracker of a Connection's transaction, if there is one."""
     found: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
     return found
+
+
+def outcome_so_far(connection: Connection) -> Outcome:
+    """Return how a transaction has ended whose end was not reported, because of interrupts."""
+    found = tracker_of(connection)
+    return (found and found.outcome) or Outcome.ROLLED_BACK
 
 
 def note_xid(connection: Connection, xid: str) -> None:

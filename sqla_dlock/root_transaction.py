@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection
 
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.connections import tracker_for
+from sqla_dlock.connections import outcome_so_far, tracker_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,7 @@ class RootTransaction:
     def _outcome(self) -> Outcome:
         if not self.outcomes:
             return Outcome.COMMITTED if self.was_committed else Outcome.ROLLED_BACK
-        known = [outcome or Outcome.ROLLED_BACK for outcome in self.outcomes.values()]
+        known = [outcome or outcome_so_far(connection) for connection, outcome in self.outcomes.items()]
         return known[0] if known.count(known[0]) == len(known) else Outcome.UNKNOWN
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import math
 import os
 import sys
 import threading
-import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from dlock_core.backends.sql import Handover, handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio, start_thread
+from dlock_core.runtime import Asyncio, clock, start_thread
 from dlock_core.scheduler import after_fork_in_child
 from sqla_dlock.greenlets import await_
 
@@ -38,13 +38,27 @@ CANCEL_AGAIN_S: Final = 0.5
 """Seconds after which a cancelled call that still waits is cancelled again."""
 EXIT_LIMIT_S: Final = 1.0
 """Seconds for which the end of the interpreter waits for the calls of all loops."""
-REFUSE_AFTER_S: Final = 5.0
-"""Seconds after which another thread's call fails during that: nearly always Python has ended the thread before."""
+EXIT_DELAY_S: Final = 0.2
+"""Seconds by which another thread's call is delayed then: nearly always Python has ended the thread before."""
 
 _open_loops: Final[set[asyncio.AbstractEventLoop]] = set()
 """The loops of this process; a forked child begins without any."""
-after_fork_in_child(_open_loops.clear)
-_exit_has_begun: Final = threading.Event()
+
+
+@after_fork_in_child
+def _leave_to_parent() -> None:
+    """In a forked child, disarm the finalizers of loops: they would change the set of sockets that the parent polls."""
+    for loop in _open_loops:
+        with suppress(AttributeError):  # of other loops than asyncio's own
+            loop._closed = True  # type: ignore[attr-defined]  # noqa: SLF001
+    _open_loops.clear()
+
+
+class _Exit:
+    """The end of the interpreter."""
+
+    delays_until = -math.inf
+    """Until when calls of other threads than the main thread are delayed."""
 
 
 class Loop:
@@ -70,7 +84,8 @@ class Loop:
         if not isinstance(runtime, Asyncio) and running is not None and running is self._loops.get(os.getpid()):
             self.spawn(partial(function, *args))
             return None  # type: ignore[return-value]
-        _refuse_at_exit()
+        if clock() < _Exit.delays_until and threading.current_thread() is not threading.main_thread():
+            await runtime.sleep(EXIT_DELAY_S)
         return await handed_over(runtime, self._begin, partial(function, *args))
 
     def within(self, limit: float, function: Callable[[], T]) -> T:
@@ -118,12 +133,6 @@ class Loop:
                 loop.call_soon_threadsafe(loop.stop)
 
 
-def _refuse_at_exit() -> None:
-    if _exit_has_begun.is_set() and threading.current_thread() is not threading.main_thread():
-        time.sleep(REFUSE_AFTER_S)
-        raise RuntimeError("the interpreter is ending: only its main thread can still release locks")
-
-
 async def _within(limit: float, call: Handover[T]) -> T:
     """Like `asyncio.wait_for`, but cancel repeatedly: the clean-up may wait for the same silent server."""
     task = asyncio.ensure_future(greenlet_spawn(call.perform))
@@ -159,9 +168,10 @@ def _wait_for_tasks() -> None:
     """Let the loops finish what they do in the background, such as closing a connection, before the interpreter ends.
 
     Python ends a thread that wants to go on after that. If the thread is inside a greenlet, the process crashes. So
-    other threads begin nothing more; the main thread may, in the program's own functions for the exit.
+    other threads begin nothing more for a moment. Later they may: a function that the program calls at the exit may
+    wait for such a thread.
     """
-    _exit_has_begun.set()
+    _Exit.delays_until = clock() + 2 * EXIT_LIMIT_S
     waiting = []
     for loop in list(_open_loops):
         done: Future[None] = Future()

@@ -177,7 +177,13 @@ def test_statement_of_mysql_that_may_run_another_is_known(sql: str) -> None:
     assert may_run_another(sql)
 
 
-@pytest.mark.parametrize("sql", ["select 1", "(SELECT 1)", "REPLACE INTO t VALUES (1)", "SAVEPOINT `a b`", "SET a = 1"])
+@pytest.mark.parametrize(
+    "sql",
+    [
+        *("select 1", "(SELECT 1)", "REPLACE INTO t VALUES (1)", "SAVEPOINT `a b`", "SET a = 1"),
+        "SET STATEMENT max_statement_time=1 FOR SELECT 1",
+    ],
+)
 def test_statement_of_mysql_that_runs_no_other_is_known(sql: str) -> None:
     assert not may_run_another(sql)
 

@@ -184,6 +184,8 @@ def of_mariadb(sql: str) -> Any:
         of_mariadb("SET STATEMENT max_statement_time=10 FOR ROLLBACK"),
         of_mariadb("BEGIN NOT ATOMIC ROLLBACK; END"),
         of_mariadb("EXECUTE IMMEDIATE 'ROLLBACK'"),
+        of_mariadb("BEGIN NOT ATOMIC ROLLBACK; INSERT INTO testapp_counter (name, value) VALUES ('log', 1); END"),
+        of_mariadb("BEGIN NOT ATOMIC ROLLBACK; START TRANSACTION; END"),
     ],
     indirect=["database"],
 )
@@ -200,14 +202,35 @@ def test_version_in_memory_is_the_rows_after_a_rollback_by_a_statement(database,
     assert article.version == Article.objects.using(database).get().version == 1
 
 
+FAIL_AFTER_ROLLBACK = "BEGIN NOT ATOMIC ROLLBACK; SIGNAL SQLSTATE '45000'; END"
+
+
 @mariadb_only
 @pytest.mark.parametrize("database", ["mariadb"], indirect=True)
-def test_version_in_memory_is_the_rows_after_a_statement_that_might_have_rolled_back(database):
+def test_version_in_memory_is_the_rows_after_a_procedure_has_rolled_back_and_failed(database):
+    article = Article.objects.using(database).create(title="old")
+    transaction.set_autocommit(False, using=database)
+    try:
+        article.save()
+        with suppress(OperationalError), connections[database].cursor() as cursor:
+            cursor.execute(FAIL_AFTER_ROLLBACK)
+        transaction.commit(using=database)
+    finally:
+        connections[database].close()
+    assert article.version == Article.objects.using(database).get().version == 1
+
+
+@mariadb_only
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize(
+    "sql", ["EXECUTE IMMEDIATE 'SELECT 1'", "SET STATEMENT max_statement_time=9 FOR SELECT 1", "FLUSH STATUS"]
+)
+def test_version_in_memory_is_the_rows_after_a_statement_that_might_have_rolled_back(database, sql):
     article = Article.objects.using(database).create(title="old")
     with atomic(database):
         article.save()
         with connections[database].cursor() as cursor:
-            cursor.execute("EXECUTE IMMEDIATE 'SELECT 1'")
+            cursor.execute(sql)
             cursor.fetchall()
         article.save()
     assert article.version == Article.objects.using(database).get().version == 3

@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock import commit_status
-from sqla_dlock.connections import note_xid, tracker_of
+from sqla_dlock.connections import ConnectionTracker, note_xid, tracker_of
 from sqla_dlock.transactions import before_work, on_end
 from tests.proxy import Proxy
 from tests.sqla_dlock.lost import held_in_commit, interrupt_once, port_of, terminate_held, url_through
@@ -393,6 +393,43 @@ def test_commit_without_a_reply_stays_unknown_when_an_interrupt_comes_after_it(
         far.commit()
     far.close()
     assert heard == [UNKNOWN]
+    assert names(sound) == {"a"}
+
+
+class Refusal(Exception):
+    """What a check of the transaction raises."""
+
+
+def refused() -> None:
+    raise Refusal
+
+
+@every_engine
+def test_outcome_that_interrupts_kept_from_being_told_is_not_the_next_transactions(sound, heard, monkeypatch):
+    end, interrupts = ConnectionTracker._end, iter(range(3))
+
+    def interrupted_end(self: ConnectionTracker, *args: Any, **more: Any) -> None:
+        if next(interrupts, None) is not None:
+            raise KeyboardInterrupt
+        end(self, *args, **more)
+
+    monkeypatch.setattr(ConnectionTracker, "_end", interrupted_end)
+    with sound.connect() as connection:
+        first = Session(connection)
+        add(first, "a")
+        on_end(first, lambda outcome: heard.append(("first", outcome)))
+        with pytest.raises(KeyboardInterrupt):
+            first.commit()
+        with contextlib.suppress(PendingRollbackError):
+            first.close()
+        connection.rollback()
+        second = Session(connection)
+        add(second, "b")
+        on_end(second, lambda outcome: heard.append(("second", outcome)), before_commit=refused)
+        with pytest.raises(Refusal):
+            second.commit()
+        second.close()
+    assert heard == [("first", COMMITTED), ("second", ROLLED_BACK)]
     assert names(sound) == {"a"}
 
 
