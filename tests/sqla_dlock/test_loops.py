@@ -243,5 +243,6 @@ print(run(loop.call(BLOCKING, lambda: "answered")))
 )
 def test_at_the_end_of_the_interpreter(program: str, said: str) -> None:
     """Locks can be released, by other threads too; what they do without end pauses; a forked child's end is only its own."""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program]  # it forks with threads
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert (ended.stdout.strip(), ended.stderr) == (said, "")
