@@ -192,6 +192,7 @@ class TiedDatabases:
     def _admit_before_next(self, transaction: Transaction) -> None:
         """Admit again before the next statement: a savepoint's rollback undid the admit, or there was no fence."""
         transaction.passed.discard(self)
+        self._maybe_ended.discard(transaction)
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
         """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.

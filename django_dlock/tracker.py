@@ -115,8 +115,6 @@ class ConnectionTracker:
             sql = transaction.comment + sql
         is_control = bool(transaction.undo) and not is_data
         try:
-            if is_control:
-                transaction.guard(self.connection, text)
             answer = execute(sql, params, many, context)
             if is_control:
                 transaction.note_savepoints(text, is_certain=not many)

@@ -16,7 +16,7 @@ from django.db import Error, ProgrammingError
 
 from dlock_core.sql.database import IDLE, IN_ERROR, transaction_status
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, failure_of_statement, is_refusal
-from dlock_core.sql.statement_kinds import commits_implicitly, may_run_another, savepoint_changes
+from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "is_undone", "text_of"]
 
-GUARD: Final = "dlock_guard"
-"""The name of the savepoint before a statement that may run others."""
 ABSENT: Final = object()
 """Stands for the value of an attribute that did not exist."""
 
@@ -77,9 +75,7 @@ class Transaction:
     has_spoken: bool = False
     """Whether a statement was sent in it, which may have taken its snapshot."""
     is_unanswered: bool = False
-    """Whether a rollback was not checked yet that may come with a failed, interrupted or guarded statement."""
-    is_guarded: bool = False
-    """Whether our own savepoint stands before a statement that may have run others; see `guard`."""
+    """Whether a statement has failed, or was interrupted, and a possible rollback was not checked yet."""
     is_begun_anew: bool = False
     """Whether the database has rolled it back with a failed statement, and treats what follows as a new one."""
     comment: str = ""
@@ -170,14 +166,6 @@ class Transaction:
             elif name is not None and is_certain:
                 self.undo.append(name)
 
-    def guard(self, connection: Any, sql: str) -> None:
-        """Set a savepoint before a statement of MariaDB or MySQL that may run others: it is gone if one rolls back."""
-        is_one = ";" not in sql.rstrip("; \n")
-        if connection.vendor == "mysql" and may_run_another(sql) and not (is_one and commits_implicitly(sql)):
-            self.is_guarded = self.is_unanswered = True
-            with connection.wrap_database_errors, connection.connection.cursor() as cursor:
-                cursor.execute(f"SAVEPOINT {GUARD}")
-
     def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException, sql: str = "") -> None:
         """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction.
 
@@ -189,7 +177,7 @@ class Transaction:
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
             self.is_begun_anew = True
             self._note_rolled_back(connection)
-        self.is_unanswered = self.is_guarded
+        self.is_unanswered = False
 
     def note_failed_commit(self, error: BaseException, connection: Any, *, was_lost: bool) -> bool:
         """Record the outcome that an error of COMMIT means; return whether it has ended and Django rolls nothing back.
@@ -204,16 +192,11 @@ class Transaction:
         return self.is_manual and _has_ended(connection, error)
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
-        """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent.
-
-        Also check the `guard`, later than the statement after it, whose results may have been unread.
-        """
-        is_undone = not _is_released(connection) if self.is_guarded else _may_be_idle(connection)
-        if is_undone:
+        """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""
+        if _may_be_idle(connection):
             self._note_rolled_back(connection)
-        if is_undone or not self.is_guarded:
-            self.passed.clear()  # MySQL cannot report it; it is safe to admit a token twice
-        self.is_guarded = self.is_unanswered = False
+        self.passed.clear()  # MySQL cannot report it; it is safe to admit a token twice
+        self.is_unanswered = False
 
     def _note_rolled_back(self, connection: BaseDatabaseWrapper) -> None:
         if connection.vendor == "sqlite" and connection.in_atomic_block:
@@ -243,16 +226,6 @@ def _has_ended(connection: Any, error: Error) -> bool:
         # These roll back a transaction whose COMMIT they refuse. Their client has results to read before it sends it.
         return not isinstance(error, ProgrammingError)
     return _may_be_idle(connection)
-
-
-def _is_released(connection: Any) -> bool:
-    """Release our savepoint, and return whether it was still there."""
-    try:
-        with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
-            cursor.execute(f"RELEASE SAVEPOINT {GUARD}")
-    except connection.Database.Error:
-        return False
-    return True
 
 
 def is_idle(connection: Any) -> bool:

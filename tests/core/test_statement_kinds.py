@@ -170,6 +170,7 @@ def test_statement_with_which_mysql_does_not_commit_is_let_through(sql: str) -> 
     "sql",
     [
         *("CALL p()", "EXECUTE p", "EXECUTE IMMEDIATE 'COMMIT'", "SET STATEMENT max_statement_time=1 FOR CALL p()"),
+        "SET STATEMENT max_statement_time=1 FOR CALL p((SELECT 1 FROM t FOR UPDATE))",
         *("/*!ROLLBACK*/ /*!TO a */", "IF 1 THEN COMMIT", "SELECT 1 # x\n; CALL p()", "MYSTERY"),
     ],
 )
@@ -177,13 +178,7 @@ def test_statement_of_mysql_that_may_run_another_is_known(sql: str) -> None:
     assert may_run_another(sql)
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        *("select 1", "(SELECT 1)", "REPLACE INTO t VALUES (1)", "SAVEPOINT `a b`", "SET a = 1"),
-        "SET STATEMENT max_statement_time=1 FOR SELECT 1",
-    ],
-)
+@pytest.mark.parametrize("sql", ["select 1", "(SELECT 1)", "REPLACE INTO t VALUES (1)", "SAVEPOINT `a b`", "SET a = 1"])
 def test_statement_of_mysql_that_runs_no_other_is_known(sql: str) -> None:
     assert not may_run_another(sql)
 
