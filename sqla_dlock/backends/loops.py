@@ -39,7 +39,7 @@ CANCEL_AGAIN_S: Final = 0.5
 EXIT_LIMIT_S: Final = 1.0
 """Seconds for which the end of the interpreter waits for the calls of all loops."""
 EXIT_DELAY_S: Final = 0.2
-"""Seconds by which another thread's call is delayed then: nearly always Python has ended the thread before."""
+"""Seconds by which calls of other threads are delayed at the exit: nearly always, Python has ended them by then."""
 
 _open_loops: Final[set[asyncio.AbstractEventLoop]] = set()
 """The loops of this process; a forked child begins without any."""

@@ -4,6 +4,7 @@ DLOCK_TEST_INTERRUPTS sets the number of interrupts; `make interrupts` runs 50,0
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -146,6 +147,30 @@ async def close_transports() -> None:
         await asyncio.sleep(0)
         if transport._sock is not None:  # It was interrupted while closing.
             transport._call_connection_lost(None)
+
+
+@pytest.mark.usefixtures("garbage_is_collected")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_task_that_is_interrupted_at_the_end_of_a_time_limit_of_redis_py_is_not_cancelled_later(
+    redis_server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one while it connects."""
+    store, leave = RedisBackend.from_url(redis_server.url, prefix=prefix, timeout=30), asyncio.Timeout.__aexit__
+
+    async def leave_interrupted(self: asyncio.Timeout, *error: Any) -> Any:
+        if type(self) is asyncio.Timeout:
+            raise Killed
+        return await leave(self, *error)
+
+    async def main() -> None:
+        with contextlib.suppress(Killed):
+            await block(store)
+        await end_time_limits()
+        await close_transports()
+
+    monkeypatch.setattr(asyncio.Timeout, "__aexit__", leave_interrupted)
+    asyncio.run(main())
+    store.close()
 
 
 @pytest.mark.usefixtures("garbage_is_collected")

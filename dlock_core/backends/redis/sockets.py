@@ -174,7 +174,7 @@ class AsyncioTransport:
 
     async def _exchange(self, connection: Any, data: bytes, replies: int, nudge_after: float) -> list[Any]:
         if not connection.is_connected:
-            await connection.connect()
+            await _connect(connection)
         connection._writer.write(data)  # No drain needed: the next command is written after this reply.
         if connection._writer.transport.is_closing():
             await _raise_what_closed(connection._reader)
@@ -193,6 +193,14 @@ class AsyncioTransport:
     def let_finish(self, task: asyncio.Task[Any]) -> None:
         """Let a request continue although its caller has gone, until its time limit or the end of the loop."""
         self._idle.here().let_finish(task)
+
+
+async def _connect(connection: Any) -> None:
+    """Connect within a time limit of our own: one of redis-py could be interrupted, and cancel the task later."""
+    if connection.dlock_limit is None:
+        connection.dlock_limit = connection.socket_connect_timeout
+        connection.socket_timeout = connection.socket_connect_timeout = None
+    await within(connection.dlock_limit, connection.connect())
 
 
 def _is_open_and_silent(connection: Any) -> bool:
