@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import text
 from sqlalchemy.util.concurrency import greenlet_spawn
 
-from dlock_core.backends.sql.handover import Handover
+from dlock_core.backends.sql import Handover
 from dlock_core.runtime import start_thread
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock.greenlets import await_

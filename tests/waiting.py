@@ -5,8 +5,10 @@ for ever when that does not happen.
 """
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -36,3 +38,24 @@ async def auntil(condition: Callable[[], T], *, every: float = LOOK_EVERY_S) -> 
             raise TimeoutError(f"did not happen within {WITHIN} s; at last it was {found!r}")
         await asyncio.sleep(every)
     return found
+
+
+@contextlib.contextmanager
+def meanwhile(function: Callable[[], object]) -> Iterator[None]:
+    """Call a function in another thread during the block, wait for its end, and fail if it has failed."""
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(WITHIN)
+    assert not failures
+    assert not thread.is_alive()

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +10,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from tests.testapp.models import Counter
-from tests.waiting import until
-
-WITHIN = 30.0
+from tests.waiting import meanwhile, until
 
 
 def add(alias: str, name: str) -> Counter:
@@ -68,25 +65,19 @@ def held_in_commit(alias: str, then: Callable[[BaseDatabaseWrapper], None]) -> I
     with second_session(alias) as blocker, second_session(alias) as watcher:
         rows(blocker, "SELECT pg_advisory_lock(4711)")
         rows(blocker, HOLD_COMMIT)
-        failures: list[BaseException] = []
 
         def interfere() -> None:
             try:
                 _wait_until_held(watcher)
                 then(watcher)
-            except BaseException as error:
-                failures.append(error)
             finally:
                 rows(blocker, "SELECT pg_advisory_unlock(4711)")
 
-        thread = threading.Thread(target=interfere)
-        thread.start()
         try:
-            yield
+            with meanwhile(interfere):
+                yield
         finally:
-            thread.join(WITHIN)
             rows(watcher, "DROP FUNCTION hold_commit() CASCADE")
-        assert not failures
 
 
 @contextlib.contextmanager
@@ -101,12 +92,10 @@ def killed_in_commit(alias: str) -> Iterator[None]:
             until(lambda: rows(watcher, held, number))
             rows(watcher, f"KILL QUERY {number}")
 
-        thread = threading.Thread(target=kill)
-        thread.start()
         try:
-            yield
+            with meanwhile(kill):
+                yield
         finally:
-            thread.join(WITHIN)
             rows(backup, "UNLOCK TABLES")
 
 

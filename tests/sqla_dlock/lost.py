@@ -1,16 +1,14 @@
 """Ways to lose a connection, for sessions of both kinds."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 from sqlalchemy import URL, Connection, Engine, make_url, text
 
 from tests import settings
 from tests.sqla_dlock.engines import URLS, server_of
-from tests.waiting import until
+from tests.waiting import meanwhile, until
 
-WITHIN = 30.0
 PORTS = {"postgresql": settings.POSTGRESQL_PORT, "mariadb": settings.MARIADB_PORT}
 
 
@@ -34,25 +32,19 @@ def held_in_commit(engine: Engine, then: Callable[[Connection], object]) -> Iter
     with engine.connect() as blocker, engine.connect() as watcher:
         blocker.exec_driver_sql("SELECT pg_advisory_lock(4711)")
         blocker.exec_driver_sql(HOLD_COMMIT)
-        failures: list[BaseException] = []
 
         def interfere() -> None:
             try:
                 until(lambda: watcher.exec_driver_sql(f"SELECT 1 {HELD}").first())
                 then(watcher)
-            except BaseException as error:
-                failures.append(error)
             finally:
                 blocker.exec_driver_sql("SELECT pg_advisory_unlock(4711)")
 
-        thread = threading.Thread(target=interfere)
-        thread.start()
         try:
-            yield
+            with meanwhile(interfere):
+                yield
         finally:
-            thread.join(WITHIN)
             watcher.exec_driver_sql("DROP FUNCTION hold_commit() CASCADE")
-        assert not failures
 
 
 HOLD_COMMIT = """
