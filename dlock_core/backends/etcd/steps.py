@@ -223,14 +223,15 @@ class Steps:
         self.unsettled_leases[request.holder] = [lease]
         calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, old, lease.id)]
         (granted,), (moved,) = await self.gateway.ask(runtime, request.name, calls, limit)
-        lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
+        ttl = self._ttl(request.name, granted)
+        lease.until, lease.is_known = sent + ttl, True
         if not self.checked(request.name, moved).get("succeeded"):
             found = keys.entries(moved["responses"][0]["response_range"])
             is_ours = bool(found) and found[0].created == held_key.created
             return RenewalFailure.UNKNOWN if is_ours else RenewalFailure.LOST
         held_key.lease.id, held_key.lease.ttl, held_key.lease.until = lease.id, lease.ttl, lease.until
         self.unsettled_leases.pop(request.holder, None)
-        return lease.until - sent
+        return ttl
 
     def _ttl(self, name: str, answer: Answer) -> float:
         return float(self.checked(name, answer.get("result", answer)).get("TTL", 0))
