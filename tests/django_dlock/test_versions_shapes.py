@@ -971,14 +971,18 @@ def test_saves_of_a_long_transaction_keep_nothing_alive(use_database, model):
         for _ in range(times):
             model().save()
 
-    with atomic():
-        save(50)
+    def growth() -> int:
         gc.collect()
         tracemalloc.start()
         save(1000)
         gc.collect()
         grown, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+        return grown
+
+    with atomic():
+        save(50)
+        grown = min(growth() for _ in range(3))  # Other threads of this process may allocate memory, too.
     assert grown / 1000 < 100, f"{grown / 1000:.0f} bytes a save"
 
 

@@ -259,6 +259,8 @@ class Tasks(Harness):
         super().__init__(backend)
         self._loop: Any = None
         self._stop: Any = None
+        self._actors: list[Future[None]] = []
+        """They also keep their tasks alive: the event loop has only weak references to those."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
@@ -277,7 +279,7 @@ class Tasks(Harness):
 
     def actor(self) -> Actor:
         steps: asyncio.Queue[tuple[Step, Future[Any]]] = asyncio.Queue()
-        asyncio.run_coroutine_threadsafe(_awork(steps), self._loop)
+        self._actors.append(asyncio.run_coroutine_threadsafe(_awork(steps), self._loop))
 
         def begin(step: Step) -> Future[Any]:
             done: Future[Any] = Future()
@@ -311,6 +313,8 @@ class Tasks(Harness):
 
     def close(self) -> None:
         super().close()
+        for actor in self._actors:
+            actor.cancel()
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WITHIN)
 
