@@ -263,6 +263,7 @@ class _Link:
         self.writers = [writer]
         self.pending: deque[Fault] = deque()
         self.is_stranded = False
+        self.was_ended = asyncio.Event()
 
     async def serve(self) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
@@ -291,7 +292,7 @@ class _Link:
             elif fault:
                 self.pending.append(fault)
             server.write(request)
-        return None
+        return await self._stay_half_open()
 
     async def _replies(self, server: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         while reply := await server.read(CHUNK):
@@ -309,7 +310,12 @@ class _Link:
             if fault:
                 await fault.hold()
             self.client[1].write(reply)
-        return None
+        return await self._stay_half_open()
+
+    async def _stay_half_open(self) -> None:
+        """Do not report the end of one side to the other, if this link is stranded."""
+        if self.is_stranded:
+            await self.was_ended.wait()
 
     def _end(self, fault: Fault) -> None:
         self.reset()
@@ -322,11 +328,13 @@ class _Link:
 
     def close(self) -> None:
         """Close in good order: a reply that was already written is still delivered."""
+        self.was_ended.set()
         for writer in self.writers:
             writer.close()
 
     def reset(self) -> None:
         """Send RST both ways: data that is still on its way is not delivered."""
+        self.was_ended.set()
         for writer in self.writers:
             connection = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):

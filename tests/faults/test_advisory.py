@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,7 @@ from tests.advisory_stores import made, sessions
 from tests.faults.looking import interrupted
 from tests.processes import Link, worker
 from tests.proxy import Proxy
-from tests.table_stores import URLS, server_of
+from tests.table_stores import ASYNC, URLS, server_of
 from tests.waiting import auntil, until
 
 NAME = "order:42"
@@ -199,6 +199,39 @@ def test_holder_on_asyncpg_learns_it_from_the_last_message_of_its_killed_session
         assert lease.release() is Released.EXPIRED
         proxy.cut()
         store.close()
+
+
+@pytest.fixture
+def half_open(store: Any, alias: str) -> Iterator[Callable[..., Any]]:
+    """Acquire a lease with a ttl of a minute over a connection that is half open from then on; new ones work."""
+    stores: list[Any] = []
+    with Proxy(settings.POSTGRESQL_PORT if server_of(alias) == "postgresql" else settings.MARIADB_PORT) as proxy:
+
+        def acquire() -> Any:
+            engine = (create_async_engine if alias in ASYNC else create_engine)(
+                URLS[alias].replace(f":{proxy.target}/", f":{proxy.port}/")
+            )
+            stores.append(from_engine(engine, session=True, timeout=1.0))
+            lease = Lock(stores[0], NAME, ttl=60, renew=False).acquire()
+            proxy.strand()
+            return lease
+
+        yield acquire
+        proxy.cut()
+        stores[0].close()
+
+
+@pytest.mark.parametrize("is_renewed", [False, True])
+@pytest.mark.parametrize("store", [driver for driver in URLS if "sqlite" not in driver], indirect=True)
+def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, half_open, is_renewed):
+    """Otherwise its session, of whose end the server does not know, would keep the lock for a ttl."""
+    lease = half_open()
+    if is_renewed:
+        with pytest.raises(LeaseLost):
+            lease.renew()
+    assert lease.release() is Released.RELEASED
+    with Lock(store, NAME, wait=0):
+        pass
 
 
 @both

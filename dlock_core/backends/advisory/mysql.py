@@ -77,12 +77,14 @@ class MySQL:
         """Return whether a lock is held."""
         return await self._holder(runtime, name) is not None
 
-    async def end(self, runtime: Runtime, name: str, number: int) -> None:
-        """End a session of ours that holds or awaits a lock."""
-        if number in [row[0] for row in await self._waiting(runtime, name)] or number == await self._holder(
+    async def end(self, runtime: Runtime, name: str, number: int) -> bool:
+        """End a session of ours that holds or awaits a lock; return whether it did."""
+        found = number in [row[0] for row in await self._waiting(runtime, name)] or number == await self._holder(
             runtime, name
-        ):
+        )
+        if found:
             await self._kill(runtime, name, number)
+        return found
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Return the owner of a lock, as far as the server reports it."""

@@ -84,9 +84,9 @@ class PostgreSQL:
         ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
 
-    async def end(self, runtime: Runtime, name: str, number: int) -> None:
-        """End a session of ours that holds or awaits a lock."""
-        await self._sessions.end(runtime, name, number)
+    async def end(self, runtime: Runtime, name: str, number: int) -> bool:
+        """End a session of ours that holds or awaits a lock; return whether it did."""
+        return await self._sessions.end(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Return the owner of a lock; empty if it is free."""
@@ -267,7 +267,7 @@ class Sessions:
         return bool(await self._ask(runtime, name, ANYBODY))
 
     async def end(self, runtime: Runtime, name: str, pid: int) -> bool:
-        """End a session if it holds or awaits this lock; return True if it is gone."""
+        """End a session if it holds or awaits this lock; return whether it did."""
         return await self._terminate(runtime, name, TERMINATE, pid=pid)
 
     def close(self) -> None:

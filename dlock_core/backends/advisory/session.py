@@ -78,17 +78,9 @@ class SessionBackend:
         return await self._ask(runtime, _limited(request), reservation, timeout)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        reservation, is_free = self._reservations.get(request.holder), False
-        if reservation is None:
-            return
-        reservation.extend(clock(), request.ttl)  # kept for this long if this fails, for another try
-        if not reservation.connection.is_open:  # it was cut off, and the server may not have noticed
-            await self._server.end(runtime, request.name, reservation.connection.number)
-        else:
-            is_free = not reservation.token or await self._unlock(runtime, reservation)
-        if self._reservations.pop(request.holder, None) is not None:
-            # Only now: a repeated abandon must not find another request's connection.
-            self._give_back(reservation, is_free=is_free)
+        reservation = self._reservations.get(request.holder)
+        if reservation is not None:
+            await self._end(runtime, request, reservation)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; if the server is slow, the others only get the rest of the time."""
@@ -100,16 +92,9 @@ class SessionBackend:
         ]
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
-        reservation = self._reservations.pop(request.holder, None)
-        if reservation is not None and reservation.connection.is_open:
-            try:
-                is_free = await self._unlock(runtime, reservation)
-                self._give_back(reservation, is_free=is_free)
-                if is_free:
-                    return Released.RELEASED
-            except BackendUnavailable as error:
-                if not _had_ended(reservation.connection, error):
-                    raise
+        reservation = self._reservations.get(request.holder)
+        if reservation is not None and await self._end(runtime, request, reservation):
+            return Released.RELEASED
         try:
             return Released.STOLEN if await self._server.is_held(runtime, request.name) else Released.EXPIRED
         except BackendUnavailable:
@@ -163,6 +148,7 @@ class SessionBackend:
             reservation.token = self._floors[request.name] = request.floor + 1
         renewed = await self._renew(runtime, request, self._pool.timeout)
         if renewed is RenewalFailure.LOST:
+            await self._end(runtime, request, reservation)  # Otherwise our own session could be in the way.
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
         if renewed is RenewalFailure.UNKNOWN:
             raise BackendUnavailable(request.name, reason="the server refused to renew it")
@@ -172,24 +158,25 @@ class SessionBackend:
         reservation = self._reservations.get(request.holder)
         return (
             RenewalFailure.LOST
-            if reservation is None
+            if reservation is None or not reservation.connection.is_open
             else max(0.0, reservation.until - clock()) or RenewalFailure.UNKNOWN
         )
 
     async def _renew(self, runtime: Runtime, request: AcquireRequest, limit: float) -> RenewalResult:
-        """Prove the connection; a failed one is closed, and the server ends its session after a ttl at the latest.
+        """Prove the connection; a failed one is closed. The release ends its session, or the server after a ttl.
 
         If the server refuses the statement, as after a cancel by an administrator, the session goes on with its lock.
         """
         reservation, sent = self._reservations.get(request.holder), clock()
-        if reservation is None or not reservation.token:
+        if reservation is None or not reservation.token or not reservation.connection.is_open:
             return RenewalFailure.LOST
 
         def prove(_: Connection) -> bool | None:
-            # Otherwise it was released, and the connection may hold another lock.
-            is_ours = self._reservations.get(request.holder) is reservation
+            # If it was released meanwhile, the connection may hold another lock.
             try:
-                return is_ours and self._server.prove(reservation.connection, request, reservation.token)
+                return self._is_held(reservation) and self._server.prove(
+                    reservation.connection, request, reservation.token
+                )
             except self._pool.connector.errors as error:
                 if is_plain_refusal(error) and not reservation.connection.has_ended():
                     return None
@@ -202,14 +189,40 @@ class SessionBackend:
             if proven:
                 reservation.extend(sent, request.ttl)
                 return request.ttl
-        if self._reservations.pop(request.holder, None) is not None:
+        if self._is_held(reservation):
             reservation.connection.close()
         return RenewalFailure.LOST
+
+    async def _end(self, runtime: Runtime, request: AcquireRequest, reservation: Reservation) -> bool:
+        """Unlock, or end the session of a lost connection; return False if the lock was no longer ours.
+
+        Raises BackendUnavailable, and keeps the reservation for another attempt.
+        """
+        reservation.extend(clock(), request.ttl)
+        is_free = await self._unlock_or_end_session(runtime, reservation)
+        if self._reservations.pop(request.holder, None) is not None:
+            # Only now: a repeated call must not find another request's connection.
+            self._give_back(reservation, is_free=is_free)
+        return is_free
+
+    async def _unlock_or_end_session(self, runtime: Runtime, reservation: Reservation) -> bool:
+        connection = reservation.connection
+        if not connection.is_open:  # It was cut off, and the server may not have noticed.
+            return await self._server.end(runtime, reservation.request.name, connection.number)
+        try:
+            return not reservation.token or await self._unlock(runtime, reservation)
+        except BackendUnavailable as error:
+            if not _had_ended(connection, error):
+                raise
+            return False
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
         def unlock(_: Connection) -> bool:
             reservation.connection.note_end()
-            return self._server.unlock(reservation.connection, reservation.request)
+            was_held = self._server.unlock(reservation.connection, reservation.request)
+            if was_held:
+                reservation.token = 0  # A renewal that has waited for this step does not renew it.
+            return was_held
 
         return await reservation.connection.step(runtime, reservation.request.name, unlock)
 
@@ -219,6 +232,9 @@ class SessionBackend:
             self._connections.keep(reservation.connection)
         else:
             reservation.connection.close()
+
+    def _is_held(self, reservation: Reservation) -> bool:
+        return self._reservations.get(reservation.request.holder) is reservation and bool(reservation.token)
 
     def _held(self) -> list[Reservation]:
         return [reservation for reservation in list(self._reservations.values()) if reservation.token]
