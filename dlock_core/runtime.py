@@ -260,11 +260,15 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]
             super()._on_timeout()  # type: ignore[misc]
 
 
+_EXPIRING: Final = asyncio.timeouts._State.EXPIRING  # type: ignore[attr-defined]  # noqa: SLF001
+
+
 async def within(seconds: float, awaited: Awaitable[T]) -> T:
     """Await this for at most this many seconds; raises TimeoutError.
 
     The end of `asyncio.timeout` may be interrupted: then its timer would cancel the task later, whatever the task is
-    doing by then. Nothing is called in our `finally`, so no signal handler runs there.
+    doing by then, or the request to cancel it would stay counted, and a TaskGroup could repeat it. The timer is
+    disarmed before anything is called in our `finally`: a signal handler may run at each call.
     """
     timeout = _Timeout(asyncio.get_running_loop().time() + seconds)
     try:
@@ -272,6 +276,8 @@ async def within(seconds: float, awaited: Awaitable[T]) -> T:
             return await awaited
     finally:
         timeout.is_over = True
+        if timeout._state is _EXPIRING:  # type: ignore[attr-defined]  # It has cancelled the task, and not taken it back.
+            timeout._task.uncancel()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def begin_task(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dlock_core import AcquireTimeout, LeaseLost, Lock, Released
-from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run, start_thread
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run, start_thread, within
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
 
@@ -254,3 +254,23 @@ def test_failure_to_start_a_thread_is_told_also_while_another_error_is_handled()
     except Interrupted:
         with pytest.raises(RuntimeError, match="new thread"):
             start_thread(Thread())
+
+
+def test_task_that_is_interrupted_when_its_time_limit_has_passed_is_not_cancelled_later(monkeypatch):
+    """The limit has asked for its cancellation by then. A TaskGroup repeats such a request, if it is still counted."""
+
+    class Interrupt(Exception):  # noqa: N818 - as a signal handler raises it
+        pass
+
+    async def leave(*_: object) -> None:
+        raise Interrupt
+
+    async def main() -> int:
+        with pytest.raises(Interrupt):
+            await within(0.001, asyncio.Event().wait())
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    monkeypatch.setattr(asyncio.Timeout, "__aexit__", leave)
+    assert asyncio.run(main()) == 0
