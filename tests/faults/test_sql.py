@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -148,6 +148,28 @@ def test_listener_that_is_closed_while_it_connects_closes_its_connection(
     (connection,) = opened
     until(lambda: connection.driver.closed)
     assert not postgres._listener.is_listening
+
+
+@pytest.mark.parametrize("postgres", ["postgresql", "psycopg", "psycopg2"], indirect=True)
+def test_listener_that_connects_after_another_one_was_opened_leaves_that_one_alone(
+    postgres: TableBackend, monkeypatch: Any
+) -> None:
+    listener, connector, opened = postgres._listener, cast("Any", postgres.pool.connector), list[Any]()
+    connect = connector.connect
+
+    def connect_late(limit: float) -> Any:
+        opened.append(connection := connect(limit))
+        if len(opened) == 1:
+            listener.close()
+            run(listener.open(BLOCKING))
+        return connection
+
+    monkeypatch.setattr(connector, "connect", connect_late)
+    run(listener.open(BLOCKING))
+    until(lambda: listener.is_listening)
+    assert listener._dedicated is not None
+    postgres.close()
+    until(lambda: all(connection.driver.closed for connection in opened))
 
 
 @pytest.mark.parametrize("postgres", ["postgresql", "psycopg_async"], indirect=True)

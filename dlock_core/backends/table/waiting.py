@@ -76,14 +76,14 @@ class NotifyListener:
             return
         # Nothing is called before this, so that no other thread or signal handler opens it, too. A mutex would still be
         # held when a signal handler runs that waits for one of our locks.
-        self._begun, self._next = now, now + RELISTEN_DELAY_S
-        self._abandon()
+        self._begun, self._next = now, (until := now + RELISTEN_DELAY_S)
         try:
+            self._abandon()
             await self._listen(runtime)
         except BackendUnavailable:
-            self.is_listening, self._next = False, clock() + RECONNECT_DELAY_S
+            self._failed(until, clock() + RECONNECT_DELAY_S)
         except BaseException:  # This caller is cancelled or interrupted; the next one tries at once.
-            self.is_listening, self._next = False, -math.inf
+            self._failed(until, -math.inf)
             raise
 
     def close(self) -> None:
@@ -91,6 +91,10 @@ class NotifyListener:
         self._abandon()
         self._next = -math.inf
         self._waiters.notify_all()
+
+    def _failed(self, until: float, again: float) -> None:
+        if self._next == until:  # Otherwise it was closed meanwhile, and another caller may have opened it since.
+            self.is_listening, self._next = False, again
 
     def _abandon(self) -> None:
         """End the connection; the thread that reads from it closes it."""
@@ -108,12 +112,11 @@ class NotifyListener:
         # notification proves that releases will be reported; until then, waiters continue to poll. No lock has such a
         # name.
         self._proof = proof = f"?{secrets.token_hex(8)}"
-        self._dedicated = dedicated = await self._pool.dedicated(runtime, CHANNEL)
-        if self._proof != proof:  # It was closed while it connected.
-            if self._dedicated is dedicated:
-                self._dedicated = None
+        dedicated = await self._pool.dedicated(runtime, CHANNEL)
+        if self._proof != proof:  # It was closed while it connected, and the connection of another may be ours by now.
             await dedicated.close(runtime)
             return
+        self._dedicated = dedicated  # Nothing is called since the check, so no other thread runs in between.
         await dedicated.step(runtime, CHANNEL, self._begin)
         await self._pool.step(runtime, CHANNEL, self._tell)
 
