@@ -521,6 +521,30 @@ def test_operator_ends_a_grant_and_looks_without_a_minority(harness: Harness, no
         harness.call_store("force_release", "a", lease.token)
 
 
+def test_silent_node_is_not_waited_for_although_the_others_do_not_know_the_script(
+    patient: Harness, proxies: list[Proxy], nodes: list[Server]
+) -> None:
+    patient.do(patient.acquire("b").release)
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.script_flush()
+    proxies[4].deaf()
+    lease = patient.acquire("a", ttl=60)
+    assert patient.do(lease.release) is Released.RELEASED
+
+
+def test_node_to_which_no_connection_comes_about_is_suspended(
+    direct: RedlockBackend, nodes: list[Server], prefix: str
+) -> None:
+    Lock(direct, "a").acquire().release()  # The nodes know the scripts now.
+    nodes[4].pause()
+    for backend in store(url_of(nodes), prefix, WITHIN):
+        lease = Lock(backend, "a").acquire()
+        assert [node.is_healthy for node in backend._nodes.all] == [True] * 4 + [False]
+        nodes[4].resume()
+        assert lease.release() is Released.RELEASED
+
+
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_acquire_whose_reply_one_node_lost_is_one_grant(
     through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str

@@ -165,6 +165,9 @@ class _BlockingBroadcast:
         self.is_over = True
         for index in (*self.sent, *self.connecting):
             self.answers[index] = LATE
+        for index, was_healthy in self.connecting.items():
+            if was_healthy:
+                self.nodes[index].fail()
         for index in self.sent:
             self.nodes[index].fail()
             self._undo(index)

@@ -31,6 +31,8 @@ __all__ = ["NodeSet", "all_of", "merge_states", "pools_from_url"]
 
 PROPER_ANSWERS: Final = (int, list)
 """The types of a proper answer; any other answer is the reason why there is none."""
+ANSWERS: Final = (*PROPER_ANSWERS, NoScriptError)
+"""Those, and the answer of a node that does not know the script, and is sent its text next."""
 
 
 class NodeSet:
@@ -59,16 +61,21 @@ class NodeSet:
         return Broadcast(name, command, self.timeout, enough or self.have_answered, must_arrive, None, known, undo)
 
     def have_answered(self, answers: Sequence[Any]) -> bool:
-        """Return whether a majority has given proper answers."""
-        return self._may_be_enough(answers) and sum(isinstance(each, PROPER_ANSWERS) for each in answers) >= self.needed
+        """Return whether a majority has given proper answers, or will when it is sent the text of the script."""
+        return self._may_be_enough(answers) and sum(isinstance(each, ANSWERS) for each in answers) >= self.needed
 
     def have_decided(self, answers: Sequence[Any]) -> bool:
-        """Return whether a majority has granted, or so many have refused that no majority can grant."""
+        """Return whether a majority has granted, or so many have refused that no majority can grant.
+
+        Also if a majority has answered, and some of it does not know the script: these are sent its text next.
+        """
         if not self._may_be_enough(answers):
             return False
         yes = sum(isinstance(answer, int) for answer in answers)
         no = sum(isinstance(answer, list) for answer in answers)
-        return yes >= self.needed or no > len(answers) - self.needed
+        if yes >= self.needed or no > len(answers) - self.needed:
+            return True
+        return bool(_without_script(answers)) and self.have_answered(answers)  # They decide when they have its text.
 
     def _may_be_enough(self, answers: Sequence[Any]) -> bool:
         return len(answers) - answers.count(None) >= self.needed
