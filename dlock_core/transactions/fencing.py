@@ -50,7 +50,7 @@ __all__ = [
 
 FenceForm = Literal["transaction", "lease", False]
 
-MAX_TRIES_TO_MARK: Final = 3
+MAX_TRIES_TO_MARK: Final = 10
 """How often a shared lease checks for the mark, and writes it, before its transaction."""
 
 

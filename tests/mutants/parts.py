@@ -264,7 +264,7 @@ EXPLAINED: Final[dict[str, str]] = {
     ),
     "dlock_core/transactions/fence_sql.py: before = int(time.time() * 1000000) - days * MICROSECONDS_PER_DAY "
     "→ before = int(time.time() * 1000001) - days * MICROSECONDS_PER_DAY": "half an hour in a limit that is given in days",
-    "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
+    "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 10 → MAX_TRIES_TO_MARK: Final = 11": "one try more to leave a mark is as good",
     'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
     "django_dlock/versions.py: return [] → return None": "Django asks only whether a row was updated",
     "django_dlock/preconditions.py: raise _not_found(self.model, value) from None → pass": (
