@@ -41,6 +41,28 @@ def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
     assert limits == [2.0, 2.0]
 
 
+def test_new_connection_and_its_first_request_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """redis-py sends several requests when it connects, such as HELLO, and would grant the whole limit to each."""
+    now, limits, replies = [100.0], list[float](), iter([b"+OK", b"+OK", b"+OK", b":1"])
+
+    class Slow(redis.Connection):
+        """Each reply takes 0.4 s."""
+
+        def connect(self) -> None:
+            self._sock, self._parser = SimpleNamespace(settimeout=limits.append, sendall=lambda _: None), self  # type: ignore[assignment]
+            assert [self.read_response() for _ in range(3)] == [b"+OK"] * 3
+
+        def read_response(self, *_: Any, **__: Any) -> Any:
+            now[0] += 0.4
+            return next(replies)
+
+    monkeypatch.setattr(sockets, "clock", lambda: now[0])
+    connection: Any = sockets._new(lambda: Slow(socket_connect_timeout=5))
+    assert sockets.exchange_blocking(connection, b"", 1, 2.0) == [b":1"]
+    assert limits == pytest.approx([2.0, 1.6, 1.2, 0.8])
+    connection._sock = None
+
+
 def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> None:
     tasks = AsyncioTransport(object)
     left_alone: list[asyncio.Task[Any]] = []

@@ -259,7 +259,7 @@ def test_failure_to_start_a_thread_is_told_also_while_another_error_is_handled()
 def test_task_that_is_interrupted_when_its_time_limit_has_passed_is_not_cancelled_later(monkeypatch):
     """The limit has asked for its cancellation by then. A TaskGroup repeats such a request, if it is still counted."""
 
-    class Interrupt(Exception):  # noqa: N818 - as a signal handler raises it
+    class Interrupt(Exception):
         pass
 
     async def leave(*_: object) -> None:

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from dlock_core.backends.idle import IdlePool, LoopPools
 from dlock_core.backends.redis.transport import LAST_WORD, pack_commands
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio, Runtime, within
+from dlock_core.runtime import Asyncio, Runtime, clock, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,8 @@ RECEIVED_BYTES: Final = 4096
 """Bytes that are read from a socket at once: mostly the whole reply. redis-py reads the rest."""
 REPLIES: Final = frozenset({int, bytes, list, type(None), str, bool, float, dict, set})
 """The types that a reply can have; an error reply is an exception."""
+MIN_LIMIT_S: Final = 0.001
+"""A socket with a limit of 0 would not block, so one whose time has passed still waits for this long."""
 MAX_CLOSING_TURNS: Final = 5
 """Iterations of the event loop after which a closed asyncio transport has reported the cause; TLS takes three."""
 TRUSTED_IDLE_S: Final = 1.0
@@ -85,14 +87,12 @@ def _is_silent(connection: Any) -> bool:
 
 
 def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0) -> list[Any]:
-    """Connect if necessary, send, and read this many replies; `limit` applies to each step, in seconds.
+    """Connect if necessary, send, and read this many replies within `limit` seconds, if each comes in one piece.
 
     `nudge_after`: seconds after which a server that sleeps in a BLPOP is sent NUDGE; 0 if it does not sleep.
     """
     if connection._sock is None:
-        connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
-        connection.connect()
-        connection.dlock_reader = getattr(connection._parser, "_reader", None)
+        limit = _connect_blocking(connection, limit)
     if connection.dlock_limit != limit and not (nudge_after and connection.dlock_limit):  # Only sleeps take long.
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
@@ -109,6 +109,24 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
     if replies == 2:  # A wake-up with its confirmation: a waiter's first steps after a sleep are slow.
         return [read_reply(connection), read_reply(connection)]
     return [read_reply(connection) for _ in range(replies)]
+
+
+def _connect_blocking(connection: Any, limit: float) -> float:
+    """Connect, and return how much of the limit is left: redis-py applies its own to HELLO, AUTH and SELECT each."""
+    until, read_response = clock() + limit, connection.read_response
+
+    def read_in_time(*args: Any, **options: Any) -> Any:
+        connection._sock.settimeout(max(until - clock(), MIN_LIMIT_S))
+        return read_response(*args, **options)
+
+    connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
+    connection.read_response = read_in_time
+    try:
+        connection.connect()
+    finally:
+        del connection.read_response
+    connection.dlock_reader = getattr(connection._parser, "_reader", None)
+    return max(until - clock(), MIN_LIMIT_S)
 
 
 def _is_readable(connection: Any, seconds: float) -> bool:
