@@ -336,14 +336,18 @@ def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is
         behind.close()
 
 
+@pytest.mark.parametrize(
+    ("step", "answer"), [("renew", [RenewalFailure.LOST]), ("release", Released.RELEASED), ("abandon", None)]
+)
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
-def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connection_now(store):
+def test_step_that_comes_after_the_release_does_not_touch_who_has_the_connection_now(store, step, answer):
     first = Lock(store, NAME, ttl=1.0, renew=False).acquire()
-    seat = store._reservations[first._held.request.holder]
-    renewal = Renewal(first._held.request, first._held.granted)
+    request, granted = first._held.request, first._held.granted
+    asked = {"renew": ([Renewal(request, granted)],), "release": (request, granted), "abandon": (request,)}
+    seat = store._reservations[request.holder]
 
     class Late(Blocking):
-        """Lets another holder get the connection while the renewal waits for it."""
+        """Lets another holder get the connection while the step waits for it."""
 
         async def sleep(self, seconds: float) -> None:
             del seat.connection._in_use["by"]
@@ -352,7 +356,7 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
 
     after: list[Any] = []
     seat.connection._in_use["by"] = "another"
-    assert run(store.renew(Late(), [renewal])) == [RenewalFailure.LOST]
+    assert run(getattr(store, step)(Late(), *asked[step])) == answer
     assert store._reservations[after[0]._held.request.holder].connection is seat.connection
     assert (
         "1h"

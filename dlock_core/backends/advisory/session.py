@@ -218,10 +218,14 @@ class SessionBackend:
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
         def unlock(_: Connection) -> bool:
+            if (
+                not reservation.token
+            ):  # Another call has unlocked it meanwhile, and the connection may hold another lock.
+                return True
             reservation.connection.note_end()
             was_held = self._server.unlock(reservation.connection, reservation.request)
             if was_held:
-                reservation.token = 0  # A renewal that has waited for this step does not renew it.
+                reservation.token = 0
             return was_held
 
         return await reservation.connection.step(runtime, reservation.request.name, unlock)
