@@ -92,12 +92,13 @@ def test_holder_that_tells_nothing_of_itself_is_shown_as_its_session(store, alia
 
 
 @both
-def test_session_is_ended_at_its_own_lock_only(store):
+def test_session_is_ended_at_its_own_lock_only_and_not_for_one_of_before_a_restart(store):
     lease = Lock(store, NAME).acquire()
-    number = store._reservations[lease.holder].connection.number
-    run(store._server.end(BLOCKING, "order:43", number))
+    session = store._reservations[lease.holder].connection.session
+    assert not run(store._server.end(BLOCKING, "order:43", session))
+    assert not run(store._server.end(BLOCKING, NAME, session._replace(proof="1")))
     assert run(store._server.is_held(BLOCKING, NAME))
-    run(store._server.end(BLOCKING, NAME, number))
+    assert run(store._server.end(BLOCKING, NAME, session))
     assert not run(store._server.is_held(BLOCKING, NAME))
     with suppress(BackendUnavailable):
         lease.release()
@@ -203,17 +204,22 @@ def test_holder_on_asyncpg_learns_it_from_the_last_message_of_its_killed_session
 
 @pytest.fixture
 def half_open(store: Any, alias: str) -> Iterator[Callable[..., Any]]:
-    """Acquire a lease with a ttl of a minute over a connection that is half open from then on; new ones work."""
+    """Acquire a lease with a ttl of a minute over a connection that is half open from then on; new ones work.
+
+    With `is_reset`, our end of it is told so, as by a machine in between that has forgotten the connection.
+    """
     stores: list[Any] = []
     with Proxy(settings.POSTGRESQL_PORT if server_of(alias) == "postgresql" else settings.MARIADB_PORT) as proxy:
 
-        def acquire() -> Any:
+        def acquire(*, is_reset: bool) -> Any:
             engine = (create_async_engine if alias in ASYNC else create_engine)(
                 URLS[alias].replace(f":{proxy.target}/", f":{proxy.port}/")
             )
             stores.append(from_engine(engine, session=True, timeout=1.0))
             lease = Lock(stores[0], NAME, ttl=60, renew=False).acquire()
             proxy.strand()
+            if is_reset:
+                proxy.hang_up()
             return lease
 
         yield acquire
@@ -221,11 +227,12 @@ def half_open(store: Any, alias: str) -> Iterator[Callable[..., Any]]:
         stores[0].close()
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("is_renewed", [False, True])
 @pytest.mark.parametrize("store", [driver for driver in URLS if "sqlite" not in driver], indirect=True)
-def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, half_open, is_renewed):
+def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, half_open, is_renewed, is_reset):
     """Otherwise its session, of whose end the server does not know, would keep the lock for a ttl."""
-    lease = half_open()
+    lease = half_open(is_reset=is_reset)
     if is_renewed:
         with pytest.raises(LeaseLost):
             lease.renew()

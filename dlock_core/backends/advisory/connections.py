@@ -6,7 +6,7 @@ import asyncio
 import math
 import select
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import ref
 
 from dlock_core.backends.idle import IdlePool
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Execute = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
-__all__ = ["LockConnection", "LockConnections", "Reservation"]
+__all__ = ["LockConnection", "LockConnections", "Reservation", "ServerSession"]
 
 T = TypeVar("T")
 
@@ -31,14 +31,21 @@ MAX_IDLE_CONNECTIONS: Final = 8
 """Idle connections kept open, at most."""
 
 
+class ServerSession(NamedTuple):
+    """A session at the server, which may outlive our end of the connection."""
+
+    number: int
+    proof: str
+    """Distinguishes it from others: a server that was restarted, or another that took over, begins the numbers anew."""
+
+
 class LockConnection:
     """One connection, used by one step at a time: its holder's, or the watchdog's."""
 
     def __init__(
-        self, dedicated: DedicatedConnection, connection: Connection, number: int, owner: LockConnections
+        self, dedicated: DedicatedConnection, connection: Connection, session: ServerSession, owner: LockConnections
     ) -> None:
-        self.dedicated, self.number = dedicated, number
-        """The number is that of the session at the server."""
+        self.dedicated, self.session, self.number = dedicated, session, session.number
         self._owner = ref(owner)
         self.vendor = connection.vendor
         self.execute, self.prepared = _ways(connection)
@@ -142,7 +149,7 @@ class Reservation:
 class LockConnections:
     """Opens lock connections, and keeps some of those that no longer hold a lock."""
 
-    def __init__(self, pool: Pool, prepare_session: Callable[[Connection, str], int]) -> None:
+    def __init__(self, pool: Pool, prepare_session: Callable[[Connection, str], ServerSession]) -> None:
         self.pool, self._prepare_session = pool, prepare_session
         self._idle: IdlePool[LockConnection] = IdlePool(
             LockConnection.close, MAX_IDLE_CONNECTIONS, is_usable=LockConnection.is_usable

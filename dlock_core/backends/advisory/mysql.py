@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backends.advisory.connections import ServerSession
 from dlock_core.backends.advisory.labels import comment, in_comment, word_of
 from dlock_core.errors import BackendUnavailable, NotSupported
 
@@ -45,10 +47,11 @@ class MySQL:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    def prepare_session(self, connection: Connection, name: str) -> int:
-        """Return the number of a new session."""
-        ((number,),) = connection.execute("SELECT CONNECTION_ID()")
-        return int(number)
+    def prepare_session(self, connection: Connection, name: str) -> ServerSession:
+        """Let a new session lock a name of its own for as long as it lasts, and return both."""
+        proof = f"dlock-session-{secrets.token_hex(16)}"
+        ((number, _),) = connection.execute("SELECT CONNECTION_ID(), GET_LOCK(:proof, 0)", {"proof": proof})
+        return ServerSession(int(number), proof)
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
         """Try, or wait for this many seconds, and return the token; 0 if another session holds the lock."""
@@ -77,11 +80,13 @@ class MySQL:
         """Return whether a lock is held."""
         return await self._holder(runtime, name) is not None
 
-    async def end(self, runtime: Runtime, name: str, number: int) -> bool:
+    async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
         """End a session of ours that holds or awaits a lock; return whether it did."""
-        found = number in [row[0] for row in await self._waiting(runtime, name)] or number == await self._holder(
-            runtime, name
-        )
+        number = await self._owner_of(runtime, name, session.proof)
+        if number is None:
+            return False
+        waiting = [row[0] for row in await self._waiting(runtime, name)]
+        found = number in waiting or number == await self._holder(runtime, name)
         if found:
             await self._kill(runtime, name, number)
         return found
@@ -141,7 +146,10 @@ class MySQL:
         return Holder(f"{number:08}", 0, False, json.dumps(owner), None)
 
     async def _holder(self, runtime: Runtime, name: str) -> int | None:
-        ((number,),) = await self._ask(runtime, name, _HOLDER, word=word_of(name, self._prefix))
+        return await self._owner_of(runtime, name, word_of(name, self._prefix))
+
+    async def _owner_of(self, runtime: Runtime, name: str, word: str) -> int | None:
+        ((number,),) = await self._ask(runtime, name, _HOLDER, word=word)
         return None if number is None else int(number)
 
     async def _waiting(self, runtime: Runtime, name: str) -> list[tuple[Any, ...]]:

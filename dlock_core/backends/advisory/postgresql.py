@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backends.advisory.connections import ServerSession
 from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label, key_of, label_of
 from dlock_core.errors import BackendUnavailable
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
@@ -31,19 +32,19 @@ class PostgreSQL:
         self._sessions = Sessions(pool, prefix)
         self.is_held = self._sessions.is_held
 
-    def prepare_session(self, connection: Connection, name: str) -> int:
-        """Prepare a new session for waiting, and return its number.
+    def prepare_session(self, connection: Connection, name: str) -> ServerSession:
+        """Prepare a new session for waiting, and return its number, and when it began.
 
         Raises BackendUnavailable for a session that is shared with other clients.
         """
-        ((number, known, is_standby, *_),) = connection.execute(PREPARE_SESSION)
+        ((number, began, known, is_standby, *_),) = connection.execute(PREPARE_SESSION)
         if is_standby:
             raise BackendUnavailable(
                 name, reason="a standby's locks exclude no other holder: use the primary", refused=True
             )
         if known:
             raise _behind_pooler(name)
-        return int(number)
+        return ServerSession(int(number), str(began))
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
         """Try, or wait for this many seconds, and return the token; 0 if another session holds the lock."""
@@ -84,9 +85,9 @@ class PostgreSQL:
         ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
 
-    async def end(self, runtime: Runtime, name: str, number: int) -> bool:
+    async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
         """End a session of ours that holds or awaits a lock; return whether it did."""
-        return await self._sessions.end(runtime, name, number)
+        return await self._sessions.end(runtime, name, session)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Return the owner of a lock; empty if it is free."""
@@ -160,15 +161,17 @@ LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 _TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
 WHERE {_OF_KEY} AND """  # noqa: S608
-TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer)"
+_BEGAN: Final = "CAST(extract(epoch FROM a.backend_start) * 1000000 AS bigint)"
+TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer) AND {_BEGAN} = CAST(:began AS bigint)"
 """End a session that holds or awaits a lock."""
 TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
 """End the session that holds a lock, found by the label of its grant."""
 
-PREPARE_SESSION: Final = """\
-SELECT pg_backend_pid(), coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
+PREPARE_SESSION: Final = f"""\
+SELECT a.pid, {_BEGAN}, coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
 set_config('dlock.line', 'taken', false), set_config('application_name', 'dlock', false),
-set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)"""
+set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)
+FROM pg_stat_activity AS a WHERE a.pid = pg_backend_pid()"""  # noqa: S608
 """A new session does not have our mark; if it does, a pooler shares it between clients."""
 PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
@@ -266,9 +269,9 @@ class Sessions:
         """Return whether a lock is held."""
         return bool(await self._ask(runtime, name, ANYBODY))
 
-    async def end(self, runtime: Runtime, name: str, pid: int) -> bool:
+    async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
         """End a session if it holds or awaits this lock; return whether it did."""
-        return await self._terminate(runtime, name, TERMINATE, pid=pid)
+        return await self._terminate(runtime, name, TERMINATE, pid=session.number, began=int(session.proof))
 
     def close(self) -> None:
         """Close idle connections."""

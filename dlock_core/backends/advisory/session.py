@@ -206,15 +206,17 @@ class SessionBackend:
         return is_free
 
     async def _unlock_or_end_session(self, runtime: Runtime, reservation: Reservation) -> bool:
-        connection = reservation.connection
-        if not connection.is_open:  # It was cut off, and the server may not have noticed.
-            return await self._server.end(runtime, reservation.request.name, connection.number)
+        connection, name = reservation.connection, reservation.request.name
+        if not connection.is_open:
+            return await self._server.end(runtime, name, connection.session)
         try:
             return not reservation.token or await self._unlock(runtime, reservation)
         except BackendUnavailable as error:
             if not _had_ended(connection, error):
                 raise
-            return False
+        with suppress(BackendUnavailable):  # Only our end of the connection may have ended, such as at a NAT's reset.
+            return await self._server.end(runtime, name, connection.session)
+        return False
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
         def unlock(_: Connection) -> bool:
@@ -241,7 +243,8 @@ class SessionBackend:
         return self._reservations.get(reservation.request.holder) is reservation and bool(reservation.token)
 
     def _held(self) -> list[Reservation]:
-        return [reservation for reservation in list(self._reservations.values()) if reservation.token]
+        held = list(self._reservations.values())
+        return [reservation for reservation in held if reservation.token and reservation.connection.is_open]
 
     def _clear(self) -> None:
         """Forget leases that are no longer referenced, and have run out."""
