@@ -48,7 +48,7 @@ class MySQL:
         self._pool, self._prefix = pool, prefix
 
     def prepare_session(self, connection: Connection, name: str) -> ServerSession:
-        """Let a new session lock a name of its own for as long as it lasts, and return both."""
+        """Let a new session lock a unique name for as long as it lasts, and return its number with that name."""
         proof = f"dlock-session-{secrets.token_hex(16)}"
         ((number, _),) = connection.execute("SELECT CONNECTION_ID(), GET_LOCK(:proof, 0)", {"proof": proof})
         return ServerSession(int(number), proof)

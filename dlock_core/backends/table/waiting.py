@@ -92,9 +92,9 @@ class NotifyListener:
         self._next = -math.inf
         self._waiters.notify_all()
 
-    def _failed(self, until: float, again: float) -> None:
+    def _failed(self, until: float, retry_at: float) -> None:
         if self._next == until:  # Otherwise it was closed meanwhile, and another caller may have opened it since.
-            self.is_listening, self._next = False, again
+            self.is_listening, self._next = False, retry_at
 
     def _abandon(self) -> None:
         """End the connection; the thread that reads from it closes it."""
