@@ -21,6 +21,8 @@ from sqlalchemy.pool import NullPool
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.backends.advisory.labels import key_of, word_of
+from dlock_core.backends.advisory.mysql import MySQL
+from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
@@ -217,6 +219,8 @@ def half_open(store: Any, alias: str) -> Iterator[Callable[..., Any]]:
             )
             stores.append(from_engine(engine, session=True, timeout=1.0))
             lease = Lock(stores[0], NAME, ttl=60, renew=False).acquire()
+            if is_reset:
+                run(stores[0].inspect(BLOCKING, NAME))  # This leaves an idle connection, which is reset, too.
             proxy.strand()
             if is_reset:
                 proxy.hang_up()
@@ -239,6 +243,36 @@ def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, h
     assert lease.release() is Released.RELEASED
     with Lock(store, NAME, wait=0):
         pass
+
+
+@pytest.mark.parametrize("store", ["psycopg", "mysqldb"], indirect=True)
+def test_release_that_cannot_end_its_session_yet_is_unknown_and_ends_it_later(store, half_open, monkeypatch):
+    async def fail(*_: object) -> None:
+        raise BackendUnavailable(NAME, reason="it is away")
+
+    lease = half_open(is_reset=False)
+    with monkeypatch.context() as patch, pytest.raises(BackendUnavailable, match="away"):
+        patch.setattr(PostgreSQL, "end", fail)
+        patch.setattr(MySQL, "end", fail)
+        lease.release()
+    with Lock(store, NAME, wait=WITHIN):
+        assert lease.release() is Released.RELEASED
+
+
+@pytest.mark.usefixtures("postgresql")
+def test_holder_in_another_role_learns_of_the_end_of_its_session():
+    """Such a session may not see in the catalogue when it began."""
+    with create_engine(URLS["psycopg"], isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as operator:
+        operator.execute(text("DROP ROLE IF EXISTS dlock_role"))
+        operator.execute(text("CREATE ROLE dlock_role"))
+        store: Any = from_engine(create_engine(f"{URLS['psycopg']}?options=-crole%3Ddlock_role"), session=True)
+        lease = Lock(store, NAME, renew=False).acquire()
+        session = store._reservations[lease.holder].connection
+        kill_session(store, lease, "postgresql")
+        until(session.has_ended)
+        assert lease.release() is Released.EXPIRED
+        store.close()
+        operator.execute(text("DROP ROLE dlock_role"))
 
 
 @both

@@ -161,7 +161,9 @@ LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 _TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
 WHERE {_OF_KEY} AND """  # noqa: S608
-_BEGAN: Final = "CAST(extract(epoch FROM a.backend_start) * 1000000 AS bigint)"
+_BEGAN: Final = """\
+CAST(extract(epoch FROM coalesce(a.backend_start, pg_postmaster_start_time())) * 1000000 AS bigint)"""
+"""A role that the session has assumed with SET ROLE may not see when the session began."""
 TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer) AND {_BEGAN} = CAST(:began AS bigint)"
 """End a session that holds or awaits a lock."""
 TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
-    from dlock_core.backends.advisory.connections import LockConnection
+    from dlock_core.backends.advisory.connections import ServerSession
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
@@ -208,21 +208,33 @@ class SessionBackend:
     async def _unlock_or_end_session(self, runtime: Runtime, reservation: Reservation) -> bool:
         connection, name = reservation.connection, reservation.request.name
         if not connection.is_open:
-            return await self._server.end(runtime, name, connection.session)
+            return await self._end_session(runtime, name, connection.session)
         try:
             return not reservation.token or await self._unlock(runtime, reservation)
         except BackendUnavailable as error:
-            if not _had_ended(connection, error):
+            if is_unsent(error.__cause__):  # The server itself has said that it ended the session.
+                return False
+            if not connection.had_ended or isinstance(error.__cause__, TimeoutError):  # It may have been unlocked.
                 raise
-        with suppress(BackendUnavailable):  # Only our end of the connection may have ended, such as at a NAT's reset.
-            return await self._server.end(runtime, name, connection.session)
+        with suppress(BackendUnavailable):  # It was certainly not unlocked, and an error would let a retry say so.
+            return await self._end_session(runtime, name, connection.session)
         return False
+
+    async def _end_session(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
+        """End a session if it holds or awaits the lock, and return whether it did.
+
+        The server may not know that the connection is lost, as when a NAT has reset our end of it.
+        """
+        try:
+            return await self._server.end(runtime, name, session)
+        except BackendUnavailable as error:
+            if not error.broken or isinstance(error.__cause__, TimeoutError):
+                raise
+        return await self._server.end(runtime, name, session)  # An idle connection of the pool was lost as well.
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
         def unlock(_: Connection) -> bool:
-            if (
-                not reservation.token
-            ):  # Another call has unlocked it meanwhile, and the connection may hold another lock.
+            if not reservation.token:  # Another call has unlocked it, and the connection may hold another lock by now.
                 return True
             reservation.connection.note_end()
             was_held = self._server.unlock(reservation.connection, reservation.request)
@@ -252,11 +264,6 @@ class SessionBackend:
         for holder, reservation in list(self._reservations.items()):
             if reservation.until < now and reservation.connection.close():
                 self._reservations.pop(holder, None)
-
-
-def _had_ended(connection: LockConnection, error: BackendUnavailable) -> bool:
-    """Return whether a session had ended before a step that failed: otherwise the server may have executed the step."""
-    return is_unsent(error.__cause__) or (connection.had_ended and not isinstance(error.__cause__, TimeoutError))
 
 
 def _limited(request: AcquireRequest) -> AcquireRequest:
