@@ -7,6 +7,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core.backend import Backend
+from tests.proxy import Proxy
 from tests.table_stores import ASYNC, DJANGO, URLS, server_of
 
 __all__ = ["made", "sessions"]
@@ -18,8 +19,8 @@ def sessions(request: pytest.FixtureRequest, store: str, **options: Any) -> Any:
     return made(store, session=True, **options)
 
 
-def made(store: str, **options: Any) -> Backend:
-    """Return such a store on a server that is already running."""
+def made(store: str, *, behind: Proxy | None = None, **options: Any) -> Backend:
+    """Return such a store on a server that is already running; `behind` a proxy, only through SQLAlchemy's engines."""
     if store in DJANGO:
         from django_dlock.backends.advisory import from_url
 
@@ -27,4 +28,5 @@ def made(store: str, **options: Any) -> Backend:
     from sqla_dlock.backends.advisory import from_engine
 
     create = create_async_engine if store in ASYNC else create_engine
-    return from_engine(create(URLS[store]), **options)
+    url = URLS[store] if behind is None else URLS[store].replace(f":{behind.target}/", f":{behind.port}/")
+    return from_engine(create(url), **options)

@@ -116,8 +116,8 @@ def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry)
 def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Write the mark of shared holders, if it is missing; each statement is a separate transaction.
 
-    Errors are left to the admit, which meets them again. If many leases arrive at once, one of two that write the mark
-    may be the victim of a deadlock: then the other one has written it.
+    Errors are left to the admit, which meets them again. If many leases arrive at once, one of two that write a mark
+    may be the victim of a deadlock: then the other one has written the same mark, or that of a neighbouring name.
     """
     for _ in range(MAX_TRIES_TO_MARK):
         _, row = database.execute(dialect.is_marked, params(entry))

@@ -7,22 +7,19 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.backends.advisory.labels import key_of, word_of
-from dlock_core.backends.advisory.mysql import MySQL
-from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
@@ -35,7 +32,7 @@ from tests.advisory_stores import made, sessions
 from tests.faults.looking import interrupted
 from tests.processes import Link, worker
 from tests.proxy import Proxy
-from tests.table_stores import ASYNC, URLS, server_of
+from tests.table_stores import URLS, server_of
 from tests.waiting import auntil, until
 
 NAME = "order:42"
@@ -117,11 +114,13 @@ def test_lock_of_a_process_that_stands_still_ends_with_its_ttl_and_it_learns_of_
             assert holder.hear() is True
 
 
+async def fail(*_: object) -> None:
+    """Take the place of a method that the server does not answer."""
+    raise BackendUnavailable(NAME, reason="it is away")
+
+
 @both
 def test_request_that_could_not_be_abandoned_is_abandoned_when_the_server_answers_again(store, alias, monkeypatch):
-    async def fail(*_: object) -> None:
-        raise BackendUnavailable(NAME, reason="it is away")
-
     request = new_request(NAME, LockOptions(3600.0))
     run(store.try_acquire(BLOCKING, request))
     connection = store._reservations[request.holder].connection
@@ -190,8 +189,7 @@ def test_holder_whose_session_was_killed_learns_that_another_has_the_lock(store,
 @pytest.mark.usefixtures("postgresql")
 def test_holder_on_asyncpg_learns_it_from_the_last_message_of_its_killed_session():
     with Proxy(settings.POSTGRESQL_PORT) as proxy:
-        url = URLS["asyncpg"].replace(f":{proxy.target}/", f":{proxy.port}/")
-        store: Any = from_engine(create_async_engine(url), session=True)
+        store: Any = made("asyncpg", behind=proxy, session=True)
         lease = Lock(store, NAME, renew=False).acquire()
         proxy.mute()  # Neither the end of the connection arrives, nor an answer to who holds the lock now.
         driver: Any = store._reservations[lease.holder].connection.dedicated.connection.driver
@@ -205,38 +203,32 @@ def test_holder_on_asyncpg_learns_it_from_the_last_message_of_its_killed_session
 
 
 @pytest.fixture
-def half_open(store: Any, alias: str) -> Iterator[Callable[..., Any]]:
-    """Acquire a lease with a ttl of a minute over a connection that is half open from then on; new ones work.
-
-    With `is_reset`, our end of it is told so, as by a machine in between that has forgotten the connection.
-    """
-    stores: list[Any] = []
-    with Proxy(settings.POSTGRESQL_PORT if server_of(alias) == "postgresql" else settings.MARIADB_PORT) as proxy:
-
-        def acquire(*, is_reset: bool) -> Any:
-            engine = (create_async_engine if alias in ASYNC else create_engine)(
-                URLS[alias].replace(f":{proxy.target}/", f":{proxy.port}/")
-            )
-            stores.append(from_engine(engine, session=True, timeout=1.0))
-            lease = Lock(stores[0], NAME, ttl=60, renew=False).acquire()
-            if is_reset:
-                run(stores[0].inspect(BLOCKING, NAME))  # This leaves an idle connection, which is reset, too.
-            proxy.strand()
-            if is_reset:
-                proxy.hang_up()
-            return lease
-
-        yield acquire
+def behind(store: Any, alias: str) -> Iterator[tuple[Any, Proxy]]:
+    """Yield another store for the same server, and the proxy through which it connects."""
+    port = make_url(URLS[alias]).port
+    assert port is not None
+    with Proxy(port) as proxy:
+        through = made(alias, behind=proxy, session=True, timeout=1.0)
+        yield through, proxy
         proxy.cut()
-        stores[0].close()
+        through.close()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("is_renewed", [False, True])
 @pytest.mark.parametrize("store", [driver for driver in URLS if "sqlite" not in driver], indirect=True)
-def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, half_open, is_renewed, is_reset):
-    """Otherwise its session, of whose end the server does not know, would keep the lock for a ttl."""
-    lease = half_open(is_reset=is_reset)
+def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, behind, is_renewed, is_reset):
+    """Otherwise its session, of whose end the server does not know, would keep the lock for a ttl.
+
+    With `is_reset`, our end of every connection is told so, as by a machine in between that has forgotten them.
+    """
+    through, proxy = behind
+    lease = Lock(through, NAME, ttl=60, renew=False).acquire()
+    if is_reset:
+        run(through.inspect(BLOCKING, NAME))  # This leaves an idle connection.
+    proxy.strand()
+    if is_reset:
+        proxy.hang_up()
     if is_renewed:
         with pytest.raises(LeaseLost):
             lease.renew()
@@ -246,14 +238,12 @@ def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, h
 
 
 @pytest.mark.parametrize("store", ["psycopg", "mysqldb"], indirect=True)
-def test_release_that_cannot_end_its_session_yet_is_unknown_and_ends_it_later(store, half_open, monkeypatch):
-    async def fail(*_: object) -> None:
-        raise BackendUnavailable(NAME, reason="it is away")
-
-    lease = half_open(is_reset=False)
-    with monkeypatch.context() as patch, pytest.raises(BackendUnavailable, match="away"):
-        patch.setattr(PostgreSQL, "end", fail)
-        patch.setattr(MySQL, "end", fail)
+def test_release_that_cannot_end_its_session_yet_is_unknown_and_ends_it_later(store, behind, monkeypatch):
+    through, proxy = behind
+    lease = Lock(through, NAME, ttl=60, renew=False).acquire()
+    proxy.strand()
+    with monkeypatch.context() as away, pytest.raises(BackendUnavailable, match="away"):
+        away.setattr(type(through._server), "end", fail)
         lease.release()
     with Lock(store, NAME, wait=WITHIN):
         assert lease.release() is Released.RELEASED

@@ -113,7 +113,7 @@ class NotifyListener:
         # name.
         self._proof = proof = f"?{secrets.token_hex(8)}"
         dedicated = await self._pool.dedicated(runtime, CHANNEL)
-        if self._proof != proof:  # It was closed while it connected, and the connection of another may be ours by now.
+        if self._proof != proof:  # It was closed while it connected, and another one may have been opened since.
             await dedicated.close(runtime)
             return
         self._dedicated = dedicated  # Nothing is called since the check, so no other thread runs in between.
