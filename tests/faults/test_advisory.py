@@ -167,7 +167,7 @@ FATAL = b"E\0\0\0\x26SFATAL\0VFATAL\0C57P01\0Mterminated\0\0"
 def kill_session(store: Any, lease: Any, server: str) -> None:
     engine = create_engine(URLS[{"postgresql": "psycopg", "mariadb": "mysqldb"}[server]])
     with engine.connect() as operator:
-        operator.execute(text(KILL[server].format(store._reservations[lease.holder].connection.number)))
+        operator.execute(text(KILL[server].format(store._reservations[lease.holder].connection.session.number)))
     engine.dispose()
 
 
@@ -337,7 +337,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
         Lock(store, "well", ttl=9.0, renew=False).acquire(),
     )
     leases = [lease._held for lease in (stuck, well)]
-    session = store._reservations[leases[0].request.holder].connection.number
+    session = store._reservations[leases[0].request.holder].connection.session.number
     os.kill(session, signal.SIGSTOP)
     try:
         answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))

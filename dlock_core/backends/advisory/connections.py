@@ -45,7 +45,7 @@ class LockConnection:
     def __init__(
         self, dedicated: DedicatedConnection, connection: Connection, session: ServerSession, owner: LockConnections
     ) -> None:
-        self.dedicated, self.session, self.number = dedicated, session, session.number
+        self.dedicated, self.session = dedicated, session
         self._owner = ref(owner)
         self.vendor = connection.vendor
         self.execute, self.prepared = _ways(connection)

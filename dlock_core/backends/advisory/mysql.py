@@ -34,6 +34,7 @@ _IDLE_LIMIT: Final = "SET SESSION wait_timeout = :seconds"
 _PROVE: Final = "SELECT IS_USED_LOCK(:word) = CONNECTION_ID()"
 _UNLOCK: Final = "SELECT RELEASE_LOCK(:word)"
 _HOLDER: Final = "SELECT IS_USED_LOCK(:word)"
+_OF_SESSION: Final = "SELECT IS_USED_LOCK(:proof), IS_USED_LOCK(:word)"
 _WHO: Final = "SELECT user, host FROM information_schema.processlist WHERE id = :number"
 _WAITERS: Final = """\
 SELECT id, info, time FROM information_schema.processlist WHERE state = 'User lock' ORDER BY time DESC, id"""
@@ -81,15 +82,25 @@ class MySQL:
         return await self._holder(runtime, name) is not None
 
     async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
-        """End a session of ours that holds or awaits a lock; return whether it did."""
-        number = await self._owner_of(runtime, name, session.proof)
-        if number is None:
+        """End a session of ours that holds or awaits a lock, and wait until it is gone; return whether it did."""
+        words = {"proof": session.proof, "word": word_of(name, self._prefix)}
+
+        def kill(connection: Connection) -> bool:
+            # All on one connection: a server that takes over meanwhile may have given the number to another session.
+            ((number, holder),) = connection.execute(_OF_SESSION, words)
+            found = number is not None and number in {holder, *(row[0] for row in _waiting(connection))}
+            if found:
+                connection.execute(f"KILL {number:d}")
+            return found
+
+        if not await self._pool.step(runtime, name, kill):
             return False
-        waiting = [row[0] for row in await self._waiting(runtime, name)]
-        found = number in waiting or number == await self._holder(runtime, name)
-        if found:
-            await self._kill(runtime, name, number)
-        return found
+        until = runtime.now() + self._pool.timeout
+        while session.number in (await self._ask(runtime, name, _OF_SESSION, **words))[0]:
+            if runtime.now() >= until:
+                raise BackendUnavailable(name, reason="its holder was asked to end, but is still running")
+            await runtime.sleep(0.005)
+        return True
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Return the owner of a lock, as far as the server reports it."""
@@ -98,7 +109,7 @@ class MySQL:
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation]) -> list[LockState]:
         """Return the state of one lock, or of all locks that are known here."""
-        waiting = await self._waiting(runtime, name or "")
+        waiting = await self._pool.step(runtime, name or "", _waiting)
         told = [(told, float(seconds)) for _, info, seconds in waiting if (told := in_comment(info or ""))]
         names = (
             [name]
@@ -116,17 +127,18 @@ class MySQL:
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Reservation]) -> bool:
         """End the session of this process that holds the lock with this token; another process's token is not known."""
         number = await self._holder(runtime, name)
-        reservation = next((reservation for reservation in ours if reservation.connection.number == number), None)
+        reservation = next(
+            (reservation for reservation in ours if reservation.connection.session.number == number), None
+        )
         if number is not None and reservation is None:
             raise NotSupported(
                 f"the lock {name!r} is held by session {number} of another process, and this server does not report "
                 f"its token: end that session with KILL {number}, if it is the right one",
                 name=name,
             )
-        if reservation is None or number is None or reservation.token != token:
+        if reservation is None or reservation.token != token:
             return False
-        await self._kill(runtime, name, number)
-        return True
+        return await self.end(runtime, name, reservation.connection.session)
 
     def _limit(self, connection: LockConnection, ttl: float) -> None:
         if connection.idle_limit != ttl:
@@ -138,7 +150,7 @@ class MySQL:
         if number is None:
             return None
         for reservation in ours:
-            if reservation.connection.number == number:
+            if reservation.connection.session.number == number:
                 request = reservation.request
                 return Holder(request.holder, reservation.token, request.shared, request.owner, None)
         ((user, host),) = await self._ask(runtime, name, _WHO, number=number) or [("a session", "that has ended")]
@@ -146,26 +158,12 @@ class MySQL:
         return Holder(f"{number:08}", 0, False, json.dumps(owner), None)
 
     async def _holder(self, runtime: Runtime, name: str) -> int | None:
-        return await self._owner_of(runtime, name, word_of(name, self._prefix))
-
-    async def _owner_of(self, runtime: Runtime, name: str, word: str) -> int | None:
-        ((number,),) = await self._ask(runtime, name, _HOLDER, word=word)
+        ((number,),) = await self._ask(runtime, name, _HOLDER, word=word_of(name, self._prefix))
         return None if number is None else int(number)
-
-    async def _waiting(self, runtime: Runtime, name: str) -> list[tuple[Any, ...]]:
-        def ask(connection: Connection) -> list[tuple[Any, ...]]:
-            return connection.execute(_WAITERS_OF_MARIADB if connection.vendor == "mariadb" else _WAITERS)
-
-        return await self._pool.step(runtime, name, ask)
-
-    async def _kill(self, runtime: Runtime, name: str, number: int) -> None:
-        """End a session, and wait until it is gone."""
-        until = runtime.now() + self._pool.timeout
-        await self._ask(runtime, name, f"KILL {number:d}")
-        while await self._ask(runtime, name, _WHO, number=number):
-            if runtime.now() >= until:
-                raise BackendUnavailable(name, reason="its holder was asked to end, but is still running")
-            await runtime.sleep(0.005)
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
         return await self._pool.step(runtime, name, lambda connection: connection.execute(sql, params))
+
+
+def _waiting(connection: Connection) -> list[tuple[Any, ...]]:
+    return connection.execute(_WAITERS_OF_MARIADB if connection.vendor == "mariadb" else _WAITERS)

@@ -68,7 +68,7 @@ class PostgreSQL:
                 return 0
             raise
         ((text, number),) = rows
-        if number != connection.number:
+        if number != connection.session.number:
             raise _behind_pooler(request.name)
         return 0 if text is None else label.token_in(text)
 
@@ -77,7 +77,7 @@ class PostgreSQL:
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": str(milliseconds(request.ttl))}
         ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
-        return bool(number == connection.number)
+        return bool(number == connection.session.number)
 
     def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
         """End the lock; return False if this session did not hold it."""
@@ -258,7 +258,7 @@ class Sessions:
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation] = ()) -> list[LockState]:
         """Return the state of one lock, or of all with a visible name; `ours` adds what sessions do not show yet."""
-        by_number = {reservation.connection.number: reservation for reservation in ours}
+        by_number = {reservation.connection.session.number: reservation for reservation in ours}
         statement = LISTED if name is None else LISTED_KEY
         rows = [_with(LockRow(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
         return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
