@@ -16,6 +16,8 @@ from dlock_core.transactions.tie import Outcome
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy import Engine
 
 __all__ = ["outcome_of"]
@@ -34,28 +36,24 @@ def outcome_of(engine: Engine, xid: str | None) -> Outcome:
     """Query the outcome of a transaction on another connection; UNKNOWN without its number, or a timely answer."""
     if xid is None or engine.dialect.name != "postgresql":
         return Outcome.UNKNOWN
-    if engine.dialect.is_async:
-        return _outcome_awaited(engine, xid)
-    return _outcome_from_thread(engine, xid)
-
-
-def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
+    query = _await if engine.dialect.is_async else _ask_in_thread
     try:
-        return await_(asyncio.wait_for(greenlet_spawn(_ask_status, engine, xid), MAX_STATUS_WAIT_S))
+        return query(partial(_ask_status, engine, xid))
     except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
         return Outcome.UNKNOWN
 
 
-def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
+def _await(ask: Callable[[], Outcome]) -> Outcome:
+    return await_(asyncio.wait_for(greenlet_spawn(ask), MAX_STATUS_WAIT_S))
+
+
+def _ask_in_thread(ask: Callable[[], Outcome]) -> Outcome:
     """Query in a thread: with an unreachable server, `connect()` may block for minutes."""
-    query = Handover(partial(_ask_status, engine, xid))
+    query = Handover(ask)
     start_thread(threading.Thread(target=query.perform, name="dlock-commit-status", daemon=True))
     if not query.wait(MAX_STATUS_WAIT_S):
-        return Outcome.UNKNOWN
-    try:
-        return query.outcome()
-    except Exception:  # noqa: BLE001 - as above
-        return Outcome.UNKNOWN
+        raise TimeoutError
+    return query.outcome()
 
 
 def _ask_status(engine: Engine, xid: str) -> Outcome:

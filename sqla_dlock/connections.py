@@ -249,8 +249,7 @@ def outcome_so_far(connection: Connection) -> Outcome:
 
 def note_xid(connection: Connection, xid: str) -> None:
     """Record PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
-    found: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
-    if found is not None:
+    if (found := tracker_of(connection)) is not None:
         found.xid = xid
 
 
