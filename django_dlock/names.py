@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
+from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.models.manager import BaseManager
 from django.utils.functional import Promise
+from django.utils.timezone import is_aware
 
 from django_dlock.errors import NotSupported
 from django_dlock.fencing import fence_field, fence_for
@@ -146,6 +149,10 @@ def _key_of(model: type[models.Model], fields: Sequence[Any], value: Any) -> lis
 def _converted(field: Any, value: Any) -> Any:
     """Return what the field stores: a naive datetime becomes aware, and a field of the application may change case."""
     try:
-        return field.get_prep_value(field.to_python(value))
+        found = field.get_prep_value(field.to_python(value))
     except ValidationError as error:
         raise ValueError from error
+    if isinstance(found, datetime) and is_aware(found) and not settings.USE_TZ:
+        # PostgreSQL would convert it to the zone of the session, and the other databases refuse it.
+        raise names.AmbiguousKey("without USE_TZ give the time as it is stored, without a time zone")
+    return found

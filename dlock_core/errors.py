@@ -210,8 +210,8 @@ class NotSupported(DLockError, NotImplementedError):
 class NoSuchKey(DLockError, ValueError):
     """The `key` cannot be a key of `name`, the class of the lock, so no row has it; raised before any I/O."""
 
-    def __init__(self, name: str, *, key: object) -> None:
-        super().__init__(f"{key!r:.80} cannot be a key of {name}: there is nothing to lock", name=name)
+    def __init__(self, name: str, *, key: object, reason: str = "there is nothing to lock") -> None:
+        super().__init__(f"{key!r:.80} cannot be a key of {name}: {reason}", name=name)
         self.key = f"{key!r:.80}"
 
 

@@ -22,13 +22,14 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "Kind", "canonical", "join", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "AmbiguousKey", "Kind", "canonical", "join", "number_text", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """The characters that percent-encoding leaves unchanged."""
 _JOINED: Final = re.compile(r"[A-Za-z0-9_.~-]+(?::[A-Za-z0-9_.~-]+)*")
+_NUMBER: Final = re.compile(r"\s*[-+0-9.eE]+\s*", re.ASCII)
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _PRINTS_FIELDS: Final = frozenset({"pydantic.main", "pydantic.utils", "pydantic.v1.utils"})
 """The modules that define the text of Pydantic's models, of version 2 and 1: all fields of the model."""
@@ -70,6 +71,20 @@ def are_plain(parts: Sequence[object]) -> bool:
     return bool(parts) and _EXACT_TYPES.issuperset(map(type, parts)) and "." not in str(parts[0])
 
 
+def number_text(text: str) -> str:
+    """Return the text of a number as it is; raises ValueError for one that only Python reads so, as "1_0" or "٤٢".
+
+    MariaDB takes "1_0" for 1: a lock of 10 would not protect that row.
+    """
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(text)
+    return text
+
+
+class AmbiguousKey(ValueError):
+    """A value that databases read differently; the text of the error is what to give instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A model in a lock's name: each spelling of one of its keys becomes the form that the database returns.
@@ -103,6 +118,8 @@ class Kind:
         _text(value)  # A converter such as str() would accept any value, also one whose text is an address.
         try:
             return convert(value)
+        except AmbiguousKey as error:
+            raise NoSuchKey(self.label, key=value, reason=str(error)) from None
         except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError):  # also of the program's own types
             raise NoSuchKey(self.label, key=value) from None
 

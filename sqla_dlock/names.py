@@ -7,13 +7,13 @@ column of a primary key has a converter (`_converter`) from whatever spells the 
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import Enum, TypeDecorator, Uuid, inspect
+from sqlalchemy import CHAR, Enum, Interval, TypeDecorator, Uuid, inspect
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import InstanceState, Mapper
 from sqlalchemy.orm.util import AliasedClass
@@ -131,15 +131,17 @@ def _converter(kind: TypeEngine[Any]) -> Callable[[Any], Any]:
     Only types whose texts are known are converted, and each converter refuses values that it cannot parse. Other values
     are passed on unchanged, and `dlock_core.names` then decides whether they have a stable text.
     """
-    if isinstance(kind, TypeDecorator):
+    if isinstance(kind, TypeDecorator) and not isinstance(kind, Interval):
         return partial(_there_and_back, kind)
     if isinstance(kind, Enum):
         return partial(_stored_name, kind)
     if isinstance(kind, Uuid):
         return _uuid
     python = _python_type(kind)
-    if python in (date, datetime, time):
-        return partial(_moment, python)
+    if python is datetime:
+        return partial(_datetime, getattr(kind, "timezone", False))
+    if isinstance(kind, CHAR):
+        return _unpadded
     return _CONVERTERS.get(python, _as_given)
 
 
@@ -155,7 +157,7 @@ def _as_given(value: Any) -> Any:
 
 
 def _integer(value: Any) -> int:
-    found = int(value)
+    found = int(names.number_text(value) if isinstance(value, str) else value)
     if not isinstance(value, str) and found != value:  # int() would turn 1.5 into the key of another row
         raise ValueError(value)
     return found
@@ -169,7 +171,7 @@ def _boolean(value: Any) -> int:
 
 
 def _decimal(value: Any) -> Decimal:
-    found = value if isinstance(value, Decimal) else Decimal(str(value))
+    found = value if isinstance(value, Decimal) else Decimal(names.number_text(str(value)))
     if not found.is_finite():
         raise ValueError(value)
     return found
@@ -177,15 +179,7 @@ def _decimal(value: Any) -> Decimal:
 
 def _float(value: Any) -> Decimal:
     """Return the shortest decimal number that the database stores as the same float."""
-    return _decimal(float(value))
-
-
-_CONVERTERS: Final[Mapping[type | None, Callable[[Any], Any]]] = {
-    int: _integer,
-    bool: _boolean,
-    Decimal: _decimal,
-    float: _float,
-}
+    return _decimal(float(names.number_text(value) if isinstance(value, str) else value))
 
 
 def _uuid(value: Any) -> UUID:
@@ -205,10 +199,39 @@ def _moment(kind: Any, value: Any) -> Any:
     if isinstance(value, str):
         return kind.fromisoformat(value)
     if kind is date and isinstance(value, datetime):
-        if value.time() != time():
+        if value.timetz() != time():  # An aware one is another date elsewhere, and never equal.
             raise ValueError(value)
         return value.date()
     return datetime.combine(value, time()) if kind is datetime and type(value) is date else value
+
+
+def _datetime(has_zone: bool, value: Any) -> Any:  # noqa: FBT001 - a converter's own argument
+    """Return a datetime that each database reads alike.
+
+    A driver drops the zone that its column does not have, and PostgreSQL converts it to the zone of the session. Only
+    PostgreSQL has columns with a zone, and there a time without one is in the zone of the session.
+    """
+    found = _moment(datetime, value)
+    if has_zone and found.utcoffset() != timedelta(0):
+        raise names.AmbiguousKey("give the time in UTC, as some databases drop, or assume, another time zone")
+    if not has_zone and found.tzinfo is not None:
+        raise names.AmbiguousKey("its column has no time zone, so give the time as it is stored, without one")
+    return found
+
+
+def _unpadded(value: Any) -> Any:
+    """Return the text of a column of CHAR, which databases compare without the spaces at its end."""
+    return value.rstrip(" ") if isinstance(value, str) else value
+
+
+_CONVERTERS: Final[Mapping[type | None, Callable[[Any], Any]]] = {
+    int: _integer,
+    bool: _boolean,
+    Decimal: _decimal,
+    float: _float,
+    date: partial(_moment, date),
+    time: partial(_moment, time),
+}
 
 
 def _there_and_back(kind: TypeDecorator[Any], value: Any) -> Any:

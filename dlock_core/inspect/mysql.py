@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backends.advisory.labels import PREFIX, in_comment
+from dlock_core.backends.advisory.labels import PREFIX, SESSION_PREFIX, in_comment
 from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, make_entries
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _as_reported(database: Database, word: str) -> str:
 def _user_locks(database: Database, actors: dict[int, str]) -> Iterator[HeldLock]:
     if database.query(_KNOWS_USER_LOCKS[database.vendor]):
         for pid, name in database.query(_USER_LOCKS[database.vendor]):
-            if pid in actors:
+            if pid in actors and not name.startswith(SESSION_PREFIX):
                 yield HeldLock(actors[pid], "advisory", name.removeprefix(PREFIX), "exclusive")
 
 

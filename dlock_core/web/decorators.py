@@ -7,11 +7,12 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NoSuchKey
 from dlock_core.late import LateWork, runs_later
-from dlock_core.names import join
+from dlock_core.names import join, number_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ __all__ = [
 
 LATE_WORK: Final = LateWork("@locked", "the call", "write `with lock(...)` inside it")
 """What `@locked` refuses."""
+
+_NUMBERS: Final = frozenset({int, float, Decimal})
 
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """A function that reads a value out of the arguments of a call."""
@@ -65,7 +68,7 @@ class Argument:
         if value is None or self.kind is None or (isinstance(self.kind, type) and isinstance(value, self.kind)):
             return value
         try:
-            return self.kind(value)
+            return self.kind(number_text(value) if self.kind in _NUMBERS and isinstance(value, str) else value)
         except (ValueError, ArithmeticError):
             raise NoSuchKey(label, key=value) from None
 

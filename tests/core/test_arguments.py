@@ -51,7 +51,7 @@ def test_parts_that_are_texts_stand_for_arguments():
     assert name_of(ship, "order", "order_id", 8)("c", 7) == "order:7:8"
 
 
-@pytest.mark.parametrize("spelling", ["42", "042", "+42", "٤٢", 42])
+@pytest.mark.parametrize("spelling", ["42", "042", "+42", 42])
 def test_argument_with_a_type_has_one_name(spelling):
     assert name_of(ship, "order", arg("order_id", int))("c", spelling) == "order:42"
     assert name_of(ship, "order", Argument("order_id").as_(int))("c", spelling) == "order:42"
@@ -63,7 +63,10 @@ def test_argument_that_is_of_its_type_already_is_not_converted():
     assert name_of(ship, "order", arg("order_id", UUID))("c", key.hex) == f"order:{key}"
 
 
-@pytest.mark.parametrize(("kind", "value"), [(int, "abc"), (UUID, "42"), (Decimal, "x")])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(int, "abc"), (UUID, "42"), (Decimal, "x"), (int, "4_2"), (int, "٤٢"), (Decimal, "4_2"), (float, "4_2")],
+)
 def test_value_that_its_type_refuses_is_no_key(kind, value):
     with pytest.raises(NoSuchKey, match=f"'{value}' cannot be a key of order"):
         name_of(ship, "order", arg("order_id", kind))("c", value)

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 if TYPE_CHECKING:
     from dlock_core.backend import AcquireRequest
 
-__all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
+__all__ = ["SESSION_PREFIX", "Label", "Told", "comment", "in_comment", "in_label", "label_of"]
 
 
 _MAX_LABEL_LENGTH: Final = 63
@@ -84,6 +84,8 @@ def in_label(application_name: str, prefix: str, key: int) -> Told | None:
 
 
 PREFIX: Final = "dlock:"
+SESSION_PREFIX: Final = "dlock-session-"
+"""Begins the name that a session on MySQL or MariaDB locks for as long as it lasts: no lock of a caller's."""
 MAX_NAME_LENGTH: Final = 64
 """Characters of a lock's name in MySQL; MariaDB takes 192 bytes."""
 _PLAIN: Final = re.compile(r"[a-z0-9_.~:-]+")

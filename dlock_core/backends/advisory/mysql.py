@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Holder, LockState, Waiter
 from dlock_core.backends.advisory.connections import ServerSession
-from dlock_core.backends.advisory.labels import comment, in_comment, word_of
+from dlock_core.backends.advisory.labels import SESSION_PREFIX, comment, in_comment, word_of
 from dlock_core.errors import BackendUnavailable, NotSupported
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MySQL:
 
     def prepare_session(self, connection: Connection, name: str) -> ServerSession:
         """Let a new session lock a unique name for as long as it lasts, and return its number with that name."""
-        proof = f"dlock-session-{secrets.token_hex(16)}"
+        proof = f"{SESSION_PREFIX}{secrets.token_hex(16)}"
         ((number, _),) = connection.execute("SELECT CONNECTION_ID(), GET_LOCK(:proof, 0)", {"proof": proof})
         return ServerSession(int(number), proof)
 
