@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +21,7 @@ from sqlalchemy.pool import NullPool
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.backends.advisory.labels import key_of, word_of
-from dlock_core.errors import BackendUnavailable, LeaseLost
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.options import LockOptions
@@ -36,6 +37,7 @@ from tests.table_stores import URLS, server_of
 from tests.waiting import auntil, until
 
 NAME = "order:42"
+LIMIT_S = 0.5
 both = pytest.mark.parametrize("store", ["postgresql", "mariadb"], indirect=True)
 
 
@@ -446,6 +448,32 @@ def test_close_ends_the_idle_sessions_of_the_store(request, django_db_blocker, s
         ended = text("SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = :number)")
         until(lambda: other.scalar(ended, {"number": number}))
     engine.dispose()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("store", ["postgresql", "psycopg", "psycopg2", "asyncpg"], indirect=True)
+def test_waiter_whose_limit_ends_just_after_the_grant_keeps_no_lock(store, alias, shared):
+    """PostgreSQL then reports that the limit is over, and the session has the lock nevertheless."""
+    other: Any = made(alias, session=True)
+    lease = Lock(store, NAME).acquire()
+
+    def wait() -> None:
+        with suppress(AcquireTimeout):
+            Lock(other, NAME, wait=LIMIT_S, shared=shared).acquire().release()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: run(store.inspect(BLOCKING, NAME))[0].waiters)
+    (reservation,) = other._reservations.values()
+    os.kill(reservation.connection.session.number, signal.SIGSTOP)
+    try:
+        assert lease.release() is Released.RELEASED
+        time.sleep(LIMIT_S)  # the server's timer runs on while its process stands still
+    finally:
+        os.kill(reservation.connection.session.number, signal.SIGCONT)
+    waiter.join()
+    assert not run(store._server.is_held(BLOCKING, NAME))
+    other.close()
 
 
 @pytest.mark.parametrize("store", ["mariadb"], indirect=True)

@@ -64,9 +64,11 @@ class PostgreSQL:
         try:
             rows = run(statement, params)
         except self._errors as error:
-            if failure_of_statement(error) is DatabaseFailure.LOCK_TIMEOUT:
-                return 0
-            raise
+            if failure_of_statement(error) is not DatabaseFailure.LOCK_TIMEOUT:
+                raise
+            # If it is granted just before the limit, the session keeps it although the statement fails.
+            connection.execute(UNLOCK_IF_OURS[request.shared], {"key": label.key})
+            return 0
         ((text, number),) = rows
         if number != connection.session.number:
             raise _behind_pooler(request.name)
@@ -182,6 +184,11 @@ UNLOCK: Final = {
     False: "SELECT pg_advisory_unlock(:key)",
     True: "SELECT pg_advisory_unlock_shared(:key)",
 }
+UNLOCK_IF_OURS: Final = {
+    shared: f"{unlock} FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"
+    for shared, unlock in UNLOCK.items()
+}
+"""The same without the warning in the server's log of a session that does not hold the lock."""
 
 
 class LockRow(NamedTuple):
