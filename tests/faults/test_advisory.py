@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ from tests.advisory_stores import made, sessions
 from tests.faults.looking import interrupted
 from tests.processes import Link, worker
 from tests.proxy import Proxy
-from tests.table_stores import URLS, server_of
+from tests.table_stores import ASYNC, URLS, server_of
 from tests.waiting import auntil, until
 
 NAME = "order:42"
@@ -308,6 +310,31 @@ def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, 
     assert holder.release() is Released.RELEASED
     Lock(store, NAME, wait=0).acquire().release()
     other.close()
+
+
+FORK = """
+import os, sys
+from dlock_core import Lock
+from sqla_dlock.backends.advisory import from_engine
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+url, is_async = sys.argv[1:]
+lease = Lock(from_engine((create_async_engine if is_async else create_engine)(url), session=True), "order:42").acquire()
+if not os.fork():
+    sys.exit()
+os.wait()
+lease.renew()
+print(lease.release().name)
+"""
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg", "mysqldb", "pymysql", "aiomysql", "asyncmy"])
+def test_child_that_ends_like_a_program_ends_no_session_of_its_parent(request, driver):
+    request.getfixturevalue(server_of(driver))
+    words = [sys.executable, "-c", FORK, URLS[driver], "yes" if driver in ASYNC else ""]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN)
+    assert told.stdout == "RELEASED\n", told.stderr
 
 
 @both

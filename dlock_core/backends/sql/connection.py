@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["DEADLINES", "Connection", "Connector", "Deadlines", "shut_socket", "socket_of"]
+__all__ = ["DEADLINES", "Connection", "Connector", "Deadlines", "leave_to_parent", "shut_socket", "socket_of"]
 
 T = TypeVar("T")
 
@@ -143,3 +143,15 @@ def shut_socket(number: int) -> None:
     """Shut a socket down, from any thread; never raises."""
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as connected:
         connected.shutdown(socket.SHUT_RDWR)
+
+
+def leave_to_parent(driver: Any) -> None:
+    """In a forked child: keep a driver from ending the parent's session when the child's copy is deallocated.
+
+    mysqlclient says goodbye to the server then, also at the end of the process. The other drivers only do so in the
+    process that connected.
+    """
+    if type(driver).__module__.startswith("MySQLdb") and (number := socket_of(driver)) >= 0:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
