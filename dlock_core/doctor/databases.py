@@ -34,7 +34,7 @@ def mysql_findings(database: Database) -> list[Finding]:
     return [
         version(*_version(database.vendor, str(found["version"])), MIN_MYSQL_VERSION[database.vendor]),
         writable(is_replica=str(found["read_only"]).upper() not in ("OFF", "0")),
-        *clocks(database, "SELECT UNIX_TIMESTAMP(NOW(6))"),
+        *clocks(database, "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) / 1e6"),
         isolation(level),
         ok("row locks", "FOR UPDATE, LOCK IN SHARE MODE; NOWAIT, SKIP LOCKED, innodb_lock_wait_timeout"),
         _mysql_durability(str(found["innodb_flush_log_at_trx_commit"])),

@@ -1,10 +1,12 @@
 """Session locks whose holder dies, stops or loses its connection, or whose session the server ends."""
 
 import asyncio
+import calendar
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -501,6 +503,29 @@ def test_waiter_whose_limit_ends_just_after_the_grant_keeps_no_lock(store, alias
     waiter.join()
     assert not run(store._server.is_held(BLOCKING, NAME))
     other.close()
+
+
+def test_tokens_grow_when_summer_time_ends(servers_directory, shim):
+    clock = servers_directory / "summer.clock"
+    library = shutil.copy(shim, servers_directory / "summer.so")  # where the server's account may read it
+    end = calendar.timegm((2027, 10, 31, 1, 0, 0))  # 3:00 becomes 2:00
+    clock.write_text(str(end - 30 - int(time.time())))
+    port = servers.free_port()
+    server = servers.mariadb(servers_directory / "summer", port)
+    server.command = ["env", "TZ=Europe/Berlin", f"LD_PRELOAD={library}", f"CLOCK_FILE={clock}", *server.command]
+    server.start()
+    engine = create_engine(make_url(URLS["mysqldb"]).set(port=port))
+    store = from_engine(engine, session=True)
+    before = Lock(store, NAME).acquire()
+    before.release()
+    clock.write_text(str(end + 30 - int(time.time())))
+    with engine.connect() as connection:
+        until(lambda: connection.scalar(text("SELECT UNIX_TIMESTAMP()")) > end)
+    with Lock(store, NAME) as after:
+        assert after.token > before.token
+    store.close()
+    engine.dispose()
+    server.kill()
 
 
 @pytest.mark.parametrize("store", ["mariadb"], indirect=True)

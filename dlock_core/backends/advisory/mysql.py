@@ -50,6 +50,7 @@ class MySQL:
 
     def prepare_session(self, connection: Connection, name: str) -> ServerSession:
         """Let a new session lock a unique name for as long as it lasts, and return its number with that name."""
+        connection.execute("SET SESSION time_zone = '+00:00'")  # At the end of summer time, an hour comes twice.
         proof = f"{SESSION_PREFIX}{secrets.token_hex(16)}"
         ((number, _),) = connection.execute("SELECT CONNECTION_ID(), GET_LOCK(:proof, 0)", {"proof": proof})
         return ServerSession(int(number), proof)
