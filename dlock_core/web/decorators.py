@@ -225,11 +225,14 @@ def finder(function: Callable[..., Any], name: str, decorator: str = "@locked") 
 
 
 def _of_call(function: Callable[..., Any], title: str, args: tuple[Any, ...]) -> tuple[str, str]:
-    """Return what was called, for an error, and what to do: all routes of a view share the `dispatch` of its class."""
-    if getattr(function, "__name__", "") != "dispatch":
+    """Return what was called, for an error, and what to do: all routes of a view share the lock of its class."""
+    name = getattr(function, "__name__", "")
+    if name not in {"as_view", "dispatch"}:
         return title, ""
-    view = getattr(_without_partial(function), "__self__", args[0] if args else function)
-    return f"{type(view).__qualname__}.dispatch", ". If only some of its methods have it, decorate those"
+    if name == "dispatch":
+        view = getattr(_without_partial(function), "__self__", args[0] if args else function)
+        title = f"{type(view).__qualname__}.dispatch"
+    return title, ". If only some of its methods have it, decorate those"
 
 
 def _follow(value: Any, path: list[str]) -> Any:

@@ -901,7 +901,9 @@ def test_route_without_the_argument_of_its_class_is_named_with_what_to_do(make_d
         def list(self, request):
             return Response([])
 
-    with pytest.raises(TypeError, match=r"Shelves\.dispatch was called without an argument 'pk'.* decorate those$"):
+    with pytest.raises(
+        TypeError, match=r"Shelves\.(as_view|dispatch) was called without an argument 'pk'.* decorate those$"
+    ):
         Shelves.as_view({"get": "list"})(RequestFactory().get("/"))
 
 
@@ -1254,3 +1256,33 @@ def test_lease_lost_in_the_middle_of_a_function_is_an_error_of_the_database(make
     with pytest.raises(LeaseLost):
         slow()
     assert not written()
+
+
+def names_here():
+    """Return the names of the locks that are held here."""
+    return " ".join(each.held.name for each in current())
+
+
+def setup_tells(view, request, *args, **kwargs):
+    """What every `setup` of the classes below does."""
+    View.setup(view, request, *args, **kwargs)
+    said.append(f"setup under {names_here()}")
+
+
+@pytest.mark.parametrize("base", [View, APIView])
+def test_what_setup_reads_is_read_under_the_lock_of_the_class(make_default, base):
+    make_default("default", atomic_requests=False)
+    own = type("Own", (base,), {"setup": setup_tells, "get": lambda view, request, pk: HttpResponse()})
+    heir = type("Heir", (locked("order", pk)(type("Parent", (base,), {})),), {"setup": setup_tells, "get": own.get})
+    for view in (locked("order", pk)(own), heir):
+        assert view.as_view()(RequestFactory().get("/"), pk=7).status_code == 200
+    assert [each for each in said if "setup" in each] == ["setup under order:7"] * 2
+
+
+@pytest.mark.parametrize("part", ["self.kwargs.pk", lambda view, request, pk: pk])
+def test_class_whose_lock_is_named_by_the_view_may_have_no_setup_of_its_own(make_default, part):
+    make_default("default", atomic_requests=False)
+    view = locked("order", part)(type("Ship", (View,), {"get": lambda view, request, pk: HttpResponse(names_here())}))
+    assert view.as_view()(RequestFactory().get("/"), pk=7).content == b"order:7"
+    with pytest.raises(TypeError, match=r"setup\(\) runs before it and may read what is locked"):
+        type("Heir", (view,), {"setup": setup_tells}).as_view()
