@@ -324,8 +324,8 @@ def test_confirm_tells_a_listener_when_its_waiters_should_ask_again_and_keeps_th
     server.set("{c}", "of another program", px=20_000)
     for letter, lock in zip("cde", "abc", strict=True):
         wait_with_listener(server, letter * 32, keys=(f"{{{lock}}}", TOKENS, INDEX))
-        server.pexpire(f"{{{lock}}}:q", 100)
-        server.pexpire(f"{{{lock}}}:w", 100)
+        server.pexpire(f"{{{lock}}}:q", 5000)
+        server.pexpire(f"{{{lock}}}:w", 5000)
     server.rpush("{d}", "a list")
     server.zadd("{d}:q", {ANN: 1})
     server.hset("{d}:w", ANN, "1|x|1|1||")

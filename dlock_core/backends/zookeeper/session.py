@@ -45,6 +45,8 @@ __all__ = ["NotSent", "ZooKeeperSession", "checked"]
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
 _WRITES: Final = (Create2, SetData, Delete)
+MIN_MEMBER_LIMIT_S: Final = 1.0
+"""The shortest limit for one member, if there are several, unless the limit for all of them is shorter."""
 _RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.25}
 
 
@@ -146,17 +148,16 @@ class ZooKeeperSession:
                     ours.close()
 
     async def _connected(self, runtime: Runtime, name: str, limit: float) -> Any:
-        client = self._alive()
-        if not self._is_usable(client):
+        """Return the client once it is connected, which may be over at once, so that it has to connect again."""
+        until = runtime.now() + limit
+        while not self._is_usable(client := self._alive()):
             signal = runtime.signal()
             self._waiting.add(signal)
             try:
-                if not self._is_usable(client):
-                    await runtime.wait(signal, limit)
+                if not self._is_usable(client) and not await runtime.wait(signal, max(0.0, until - runtime.now())):
+                    raise NotSent(name, reason=f"no connection to {self._address.hosts} within {format_seconds(limit)}")
             finally:
                 self._waiting.discard(signal)
-        if not self._is_usable(client):
-            raise NotSent(name, reason=f"no connection to {self._address.hosts} within {format_seconds(limit)}")
         return client
 
     def _is_usable(self, client: Any) -> bool:
@@ -189,7 +190,7 @@ class ZooKeeperSession:
         client = KazooClient(
             hosts=self._address.hosts,
             timeout=self._length,
-            handler=Handler(self._timeout),
+            handler=Handler(self._member_limit()),
             connection_retry=dict(_RETRY),
             auth_data=[("digest", credential)] if credential else None,
             logger=quiet,
@@ -199,6 +200,10 @@ class ZooKeeperSession:
         self._cut = math.inf
         client.start_async()
         return client
+
+    def _member_limit(self) -> float:
+        """Return the limit for one member to connect and to answer: a silent one must leave time for the others."""
+        return max(self._timeout / (self._address.hosts.count(",") + 1), min(self._timeout, MIN_MEMBER_LIMIT_S))
 
     def _noting(self, client: Any) -> Callable[..., tuple[float, float]]:
         # kazoo notifies its listeners of the connection, but not of the session length that the servers granted. Its
