@@ -16,6 +16,7 @@ from django.db.models.lookups import In
 from django.db.models.sql import Query
 
 from django_dlock.fencing import READ_COMMITTED, isolation_of_session
+from django_dlock.row_sql import in_order_of_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -89,7 +90,7 @@ def only_locked(rows: Any) -> Any:
     connection = connections[rows.db]
     if rows.query.count_active_tables() > 1:
         rows = models.QuerySet(rows.model, using=rows.db).filter(pk__in=list(rows.values_list("pk", flat=True)))
-    return rows.order_by("pk").select_for_update(no_key=connection.features.has_select_for_no_key_update)
+    return in_order_of_keys(rows).select_for_update(no_key=connection.features.has_select_for_no_key_update)
 
 
 def lock_versions(keys: Iterable[Any], version: Any, using: str) -> dict[Any, int]:

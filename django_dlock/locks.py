@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from asgiref.sync import markcoroutinefunction, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS
+from django.db.models.signals import pre_migrate
+from django.dispatch import receiver
 
 from django_dlock.acquire import DatabaseAcquire
 from django_dlock.conf import stores
@@ -309,3 +311,16 @@ class _DjangoAsyncio(Asyncio):
 
 
 DJANGO_ASYNCIO: Final = _DjangoAsyncio()
+
+
+@receiver(pre_migrate)
+def _refuse_migrations(using: str, **_: object) -> None:
+    """Refuse `migrate` before it begins: its writes outside a transaction would be refused half-way."""
+    for each in current():
+        if each.tie.handles and each.gate.forms.get(using):
+            name = each.held.name
+            raise NotSupported(
+                f"migrations cannot be fenced by the lock {name!r}: Django records outside of "
+                "their transactions that they were applied; take it with fence=False around migrate",
+                name=name,
+            )

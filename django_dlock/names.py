@@ -104,6 +104,8 @@ def _kind(model: type[models.Model]) -> names.Kind:
         raise TypeError(f"{model.__name__} is abstract and has no rows: lock a model that inherits from it")
     model = _row_model(model)
     fields: Any = model._meta.pk_fields
+    if len(fields) > 1 and fence_field(model) is not None:
+        raise NotSupported(f"{model.__name__} has a composite key: name its lock by a text instead of its class")
     return names.Kind(
         label=model._meta.label_lower,
         converters=tuple(partial(_converted, _target(field)) for field in fields),

@@ -16,6 +16,7 @@ from django_dlock.errors import RowLocked
 from django_dlock.row_sql import (
     RowLockQuery,
     exchange_query,
+    in_order_of_keys,
     own_tables,
     refuse_combined,
     refuse_groups,
@@ -150,7 +151,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         sliced: the next ten jobs that no other worker has locked.
         """
         lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key, key=key)
-        rows = self.all() if skip_locked else self.order_by("pk")
+        rows = self.all() if skip_locked else in_order_of_keys(self)
         return lock.fetch(self.model.__name__, rows, list)
 
     def select_for_share(

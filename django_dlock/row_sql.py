@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RowLockQuery",
     "exchange_query",
+    "in_order_of_keys",
     "own_tables",
     "refuse_combined",
     "refuse_groups",
@@ -137,6 +138,13 @@ class _RowLockCompiler(SQLCompiler):
         written = self.connection.ops.for_update_sql(nowait, skip_locked, of, query.select_for_no_key_update)
         head, _, tail = sql.rpartition(written)  # A subquery may have a lock clause as well; ours is the last.
         return head + _clause(self.connection, query, of) + tail, params
+
+
+def in_order_of_keys(rows: Any) -> Any:
+    """Return a queryset in the order of its primary keys, in which every caller locks rows."""
+    found = rows.order_by("pk")
+    found.query.standard_ordering = True  # `reverse()` outlasts a new order
+    return found
 
 
 def own_tables(model: Any) -> tuple[str, ...]:

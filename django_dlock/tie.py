@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Final
 from weakref import ref
 
 from django.db import connections
-from django.db.models.signals import pre_migrate
 from django.db.transaction import TransactionManagementError
-from django.dispatch import receiver
 
 from django_dlock.connections import initialized, listening_tracker, open_in_thread, open_transaction
-from django_dlock.errors import LeaseLost, NotSupported, as_database_error
+from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.ownership import Ownership
 from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
@@ -36,6 +34,8 @@ from dlock_core.sql.statement_kinds import (
 from dlock_core.transactions.tie import TieState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.tracker import ConnectionTracker
@@ -80,6 +80,8 @@ class TiedDatabases:
         """The tied transactions whose last statement may have run other statements, which may have ended them."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
+        self._block_beyond: Callable[[], TiedLease | None] = lambda: None
+        """The handle of a block that goes on although the transaction that held the lock has ended."""
         self._bound: dict[Transaction, TiedLease] = {}
         """The handles that end with a transaction, by that transaction; the first, if there are several."""
 
@@ -118,9 +120,14 @@ class TiedDatabases:
         self.ownership.keep(handle)
 
     def _end_with_transaction(self, transaction: Transaction | None, handle: TiedLease) -> None:
-        """End a handle that was taken inside a transaction with that transaction, like a row lock."""
+        """End a handle that was taken inside a transaction with that transaction, like a row lock.
+
+        Without autocommit a block may go on in further transactions: it holds the lease to its end.
+        """
         transaction = self._around or transaction
-        if transaction is not None and transaction in self.tie.open:
+        if transaction is None or (transaction.is_manual and handle.in_block and self._around is None):
+            return
+        if transaction in self.tie.open:
             self.tie.bind_to(transaction, handle)
             self._bound.setdefault(transaction, handle)
 
@@ -184,7 +191,10 @@ class TiedDatabases:
 
     def _settled(self, transaction: Transaction) -> None:
         if (handle := self._bound.get(transaction)) is not None:  # which the transaction's end has released
-            self.note_detached(BLOCKING, handle)
+            if handle.in_block:
+                self._block_beyond = ref(handle)
+            else:
+                self.note_detached(BLOCKING, handle)
             self._bound.pop(transaction, None)
         elif self.tie.is_over:
             self.forget()
@@ -201,6 +211,8 @@ class TiedDatabases:
         lease waits for its end. Writes there outside a transaction are not checked.
         """
         tie, connection = self.tie, tracker.connection
+        if self._block_beyond() is not None:
+            self._refuse_lost()
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
             return
         if transaction not in tie.open and self.ownership.is_apart:
@@ -323,16 +335,6 @@ class TiedDatabases:
         if tracker_for(connection).current is transaction:  # otherwise the whole transaction ends
             self.tie.end_with_savepoint()
 
-    def refuse_migrations(self, using: str) -> None:
-        """Refuse `migrate` before it begins: its writes outside a transaction would be refused half-way."""
-        if self.tie.handles and self.gate.forms.get(using):
-            name = self.held.name
-            raise NotSupported(
-                f"migrations cannot be fenced by the lock {name!r}: Django records outside of "
-                "their transactions that they were applied; take it with fence=False around migrate",
-                name=name,
-            )
-
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Stop the remaining work of a handle's block that is left with an error, if that is the last handle.
 
@@ -391,9 +393,3 @@ def _is_held(each: TiedDatabases) -> bool:
     return (
         tie.held.ended is None and tie.state is not TieState.ABANDONED and not (tie.is_over or each.ownership.is_apart)
     )
-
-
-@receiver(pre_migrate)
-def _before_migrations(using: str, **_: object) -> None:
-    for each in current():
-        each.refuse_migrations(using)

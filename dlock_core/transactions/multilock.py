@@ -88,6 +88,8 @@ class _Group:
 
     async def bind(self, leases_type: type[Any], enter: Callable[[Any], object] | None) -> Any:
         """Tie each lease to its transactions, and return all handles in the order of the given locks."""
+        for each in self.acquires:
+            each.for_block = enter is not None
         for member in self.members:
             await member.bind()
         for member in self.members:

@@ -65,11 +65,13 @@ class Tied(Protocol):
 class TiedLease(LeaseView):
     """A handle of a tied lease, for sync and async code, Django and SQLAlchemy."""
 
-    __slots__ = ("__weakref__", "_tied")
+    __slots__ = ("__weakref__", "_tied", "in_block")
 
     def __init__(self, tied: Tied) -> None:
         self._held = tied.tie.held
         self._tied = tied
+        self.in_block = False
+        """Whether a block that has not ended holds it."""
 
     def __del__(self) -> None:
         tied: Tied | None = getattr(self, "_tied", None)  # None if an interrupt stopped the constructor
@@ -118,6 +120,7 @@ class TiedLease(LeaseView):
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
         """End the `with` block; raises LeaseLost if its body ended without an error but only looked protected."""
+        self.in_block = False
         if error is not None:
             self._tied.begin_failed_exit(runtime, self)
         try:

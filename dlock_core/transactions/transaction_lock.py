@@ -145,6 +145,8 @@ class LockAcquire:
         """Ties the new lease, or the lease that was joined, to transactions."""
         self.lease: TiedLease | None = None
         """The handle that the caller gets."""
+        self.for_block = False
+        """Whether a block will hold it."""
 
     @property
     def database(self) -> Any:
@@ -227,6 +229,7 @@ class LockAcquire:
 
         `enter(handle)` begins the block that holds the handle; without a block the integration keeps it.
         """
+        self.for_block = enter is not None
         try:
             await self.acquire()
             tie = self.take_handle()
@@ -268,6 +271,7 @@ class LockAcquire:
         """Create the caller's handle, and return the tie that it belongs to."""
         tied: Any = self.tied
         self.lease = self.lease_type(tied)
+        self.lease.in_block = self.for_block
         tied.tie.attach(self.lease)  # Only now, when `detach` can find it.
         return tied.tie  # type: ignore[no-any-return]
 

@@ -14,7 +14,8 @@ from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
 
 from django_dlock import lock
-from django_dlock.errors import NoSuchKey
+from django_dlock.errors import NoSuchKey, NotSupported
+from django_dlock.fencing import FencedMixin
 from django_dlock.names import identify
 from django_dlock.versions import VersionedMixin
 from tests.testapp.models import (
@@ -82,6 +83,20 @@ def test_composite_key_is_a_tuple_or_as_many_parts():
     for key in [(1,), (1, 2, 3), 1]:
         with pytest.raises(NoSuchKey):
             lock(Cell, key)
+
+
+@isolate_apps("tests.testapp")
+def test_composite_key_with_a_fence_in_its_row_is_refused():
+    class FencedCell(FencedMixin, models.Model):
+        pk = models.CompositePrimaryKey("row", "column")
+        row = models.IntegerField()
+        column = models.IntegerField()
+
+        class Meta:
+            app_label = "testapp"
+
+    with pytest.raises(NotSupported, match="FencedCell has a composite key: name its lock by a text"):
+        lock(FencedCell, 1, 2)
 
 
 def test_key_is_converted_wherever_its_model_stands():

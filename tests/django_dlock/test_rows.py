@@ -456,6 +456,9 @@ def test_rows_are_locked_in_the_order_of_their_keys(database, sql):
         assert stocks(database).order_by("pieces").lock_rows() == made
     assert "ORDER BY" in sql()[-2]
     assert "pieces" not in sql()[-2].partition("ORDER BY")[2]
+    with atomic(database):
+        assert stocks(database).order_by("pieces").reverse().lock_rows() == made
+    assert "DESC" not in sql()[-2]
 
 
 @with_row_locks

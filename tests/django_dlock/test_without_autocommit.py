@@ -1,0 +1,94 @@
+"""Without autocommit a transaction begins with the first statement: a block may go on in further transactions."""
+
+import pytest
+from django.db import transaction
+from django.test import override_settings
+
+from django_dlock import lock, locked
+from django_dlock.errors import LeaseLost
+from tests.django_dlock.sessions import add, committed
+
+HELD, RELEASED = ["acquired order:42"], ["acquired order:42", "released order:42"]
+
+
+@pytest.fixture
+def manual(database):
+    """Return a database whose connection here is without autocommit."""
+    transaction.set_autocommit(False, using=database)
+    yield database
+    transaction.rollback(using=database)
+    transaction.set_autocommit(True, using=database)
+
+
+def alone(using, fence):
+    return lock("order", 42, using=using, fence=fence)
+
+
+def one_of_two(using, fence):
+    return lock(alone(using, fence), lock("customer", 7, using=using, fence=False))
+
+
+@pytest.mark.parametrize("fence", [True, "lease", False])
+@pytest.mark.parametrize("make", [alone, one_of_two])
+@pytest.mark.parametrize("end", [transaction.commit, transaction.rollback])
+def test_block_holds_its_lease_to_its_end_over_several_transactions(store, manual, journal, fence, make, end):
+    def of_order():
+        return [entry for entry in journal if entry.endswith("order:42")]
+
+    with make(manual, fence):
+        for number in range(3):
+            add(manual, str(number))
+            end(using=manual)
+            assert of_order() == HELD
+        add(manual, "the last")
+    assert of_order() == HELD
+    end(using=manual)
+    assert of_order() == RELEASED
+
+
+def test_decorated_function_holds_its_lease_over_several_transactions(store, manual, journal):
+    @locked("order", "order_id", using=manual)
+    def ship(order_id):
+        add(manual, "packed")
+        transaction.commit(using=manual)
+        assert journal == HELD
+        add(manual, "shipped")
+
+    ship(42)
+    assert journal == HELD
+    transaction.commit(using=manual)
+    assert journal == RELEASED
+    assert committed(manual) == {"packed", "shipped"}
+
+
+def test_each_transaction_of_a_block_is_refused_once_a_newer_holder_was_admitted(store, manual):
+    with pytest.raises(LeaseLost), lock("order", 42, using=manual) as lease:
+        add(manual, "first")
+        transaction.commit(using=manual)
+        lease._held.until = 0.0  # as after a pause
+        add(manual, "second")
+    transaction.rollback(using=manual)
+    assert committed(manual) == {"first"}
+
+
+def test_what_acquire_returned_ends_with_its_transaction(store, manual, journal):
+    lock("order", 42, using=manual).acquire()
+    add(manual, "first")
+    transaction.commit(using=manual)
+    assert journal == RELEASED
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_block_is_refused_more_work_once_the_transaction_that_held_its_lock_has_ended(manual):
+    with override_settings(DLOCK={"default": {"BACKEND": f"advisory://{manual}"}}):
+        with pytest.raises(LeaseLost, match="the transaction that held it"), lock("order", 42, using=manual):
+            add(manual, "first")
+            transaction.commit(using=manual)
+            add(manual, "second")
+        transaction.rollback(using=manual)
+        with lock("order", 42, using=manual):
+            add(manual, "third")
+        transaction.commit(using=manual)
+        add(manual, "fourth")
+        transaction.commit(using=manual)
+    assert committed(manual) == {"first", "third", "fourth"}
