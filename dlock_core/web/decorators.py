@@ -146,7 +146,10 @@ class NameTemplate:
         find = finder(function, part.name)
 
         def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            value = find(args, kwargs)
+            try:
+                value = find(args, kwargs)
+            except _NotInData as error:
+                raise NoSuchKey(self._label, key=None, reason=f"the request has no {error.args[0]}") from None
             if isinstance(value, str) and position in self._untyped:
                 self._warn_of_text(part, value, args, kwargs)
             return value if part.kind is None else part.converted(value, self._label)
@@ -198,8 +201,13 @@ def _untyped(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> Ite
 def finder(function: Callable[..., Any], name: str, decorator: str = "@locked") -> Read:
     """Return a function that finds an argument in a call; raises TypeError if there cannot be such an argument."""
     root, *path = name.split(".")
-    parameters = list(inspect.signature(_without_partial(function)).parameters.values())
     title = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = list(inspect.signature(_without_partial(function)).parameters.values())
+    except ValueError:
+        raise TypeError(
+            f"{decorator}: {title} does not show its arguments: put the decorator below the one that returned it"
+        ) from None
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     if root not in names and not any(each.kind is each.VAR_KEYWORD for each in parameters):
         raise TypeError(f"{decorator}: {title} has no argument {name!r}, only: {', '.join(names) or 'none'}")
@@ -235,8 +243,19 @@ def _of_call(function: Callable[..., Any], title: str, args: tuple[Any, ...]) ->
     return title, ". If only some of its methods have it, decorate those"
 
 
+class _NotInData(LookupError):
+    """The data that a client has sent, such as JSON, has no such item."""
+
+
 def _follow(value: Any, path: list[str]) -> Any:
-    return functools.reduce(lambda at, key: at[key] if isinstance(at, Mapping) else getattr(at, key), path, value)
+    for key in path:
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, Mapping | list | str | int | float | None):
+            raise _NotInData(".".join(path))
+        else:
+            value = getattr(value, key)
+    return value
 
 
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
+from asgiref.sync import async_to_sync
 
 from dlock_core.errors import NoSuchKey
 from dlock_core.names import Kind, join
@@ -174,3 +175,22 @@ def test_partial_of_a_bound_method_has_no_self():
 
 def test_argument_shows_its_name():
     assert (repr(Argument("order.pk")), Argument("order.pk").root) == ("order.pk", "order")
+
+
+@pytest.mark.parametrize("data", [{}, {"order": None}, {"order": 7}, {"order": {}}, [7], "order", 7, None])
+def test_data_of_a_client_without_the_key_is_no_key(data):
+    def view(request):
+        pass
+
+    name = name_of(view, "order", "request.data.order.id")
+    assert name(SimpleNamespace(data={"order": {"id": 7}})) == "order:7"
+    with pytest.raises(NoSuchKey, match=r"the request has no data\.order\.id"):
+        name(SimpleNamespace(data=data))
+
+
+def test_function_that_does_not_show_its_arguments_is_named_with_what_to_do():
+    async def view(order_id):
+        pass
+
+    with pytest.raises(TypeError, match="put the decorator below the one that returned it"):
+        name_of(async_to_sync(view), "order", "order_id")
