@@ -255,20 +255,64 @@ def test_release_that_cannot_end_its_session_yet_is_unknown_and_ends_it_later(st
         assert lease.release() is Released.RELEASED
 
 
-@pytest.mark.usefixtures("postgresql")
-def test_holder_in_another_role_learns_of_the_end_of_its_session():
-    """Such a session may not see in the catalogue when it began."""
+@pytest.fixture
+def role(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Yield the part of a URL with which a session assumes a role that may do little."""
+    request.getfixturevalue("postgresql")
     with create_engine(URLS["psycopg"], isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as operator:
         operator.execute(text("DROP ROLE IF EXISTS dlock_role"))
         operator.execute(text("CREATE ROLE dlock_role"))
-        store: Any = from_engine(create_engine(f"{URLS['psycopg']}?options=-crole%3Ddlock_role"), session=True)
-        lease = Lock(store, NAME, renew=False).acquire()
-        session = store._reservations[lease.holder].connection
-        kill_session(store, lease, "postgresql")
-        until(session.has_ended)
-        assert lease.release() is Released.EXPIRED
-        store.close()
+        yield "?options=-crole%3Ddlock_role"
         operator.execute(text("DROP ROLE dlock_role"))
+
+
+def test_holder_in_another_role_learns_of_the_end_of_its_session(role):
+    """Such a session may not see in the catalogue when it began."""
+    store: Any = from_engine(create_engine(URLS["psycopg"] + role), session=True)
+    lease = Lock(store, NAME, renew=False).acquire()
+    session = store._reservations[lease.holder].connection
+    kill_session(store, lease, "postgresql")
+    until(session.has_ended)
+    assert lease.release() is Released.EXPIRED
+    store.close()
+
+
+def test_release_over_a_half_open_connection_in_another_role_frees_the_lock(role):
+    """Such a session may not end others of its login."""
+    port = settings.POSTGRESQL_PORT
+    with Proxy(port) as proxy:
+        url = URLS["psycopg"].replace(f":{port}/", f":{proxy.port}/") + role
+        store: Any = from_engine(create_engine(url), session=True, timeout=1.0)
+        lease = Lock(store, NAME, ttl=60, renew=False).acquire()
+        proxy.strand()
+        assert lease.release() is Released.RELEASED
+        assert not run(store._server.is_held(BLOCKING, NAME))
+        proxy.cut()
+        store.close()
+
+
+@pytest.mark.parametrize("store", ["psycopg"], indirect=True)
+def test_holder_whose_session_cannot_be_ended_is_not_told_that_another_has_the_lock(store, behind, monkeypatch):
+    through, proxy = behind
+    lease = Lock(through, NAME, ttl=60, renew=False).acquire()
+    run(through.inspect(BLOCKING, NAME))  # This leaves an idle connection.
+    proxy.strand()
+    proxy.hang_up()
+    monkeypatch.setattr(type(through._server), "end", fail)
+    monkeypatch.setattr(through._server, "is_held", store._server.is_held)  # over connections that work
+    assert lease.release() is Released.EXPIRED
+
+
+@pytest.mark.parametrize("store", ["mysqldb", "pymysql"], indirect=True)
+def test_session_of_another_with_our_number_is_not_ours(store):
+    """As after a restart of the server, or on one that took over."""
+    lease = Lock(store, NAME, renew=False).acquire()
+    connection = store._reservations[lease.holder].connection
+    connection.session = connection.session._replace(proof="that of an earlier one")
+    ((holder,),) = [state.holders for state in run(store.inspect(BLOCKING, NAME))]
+    assert holder.token == 0
+    assert not run(store.force_release(BLOCKING, NAME, lease.token))
+    assert lease.release() is Released.RELEASED
 
 
 @both

@@ -151,12 +151,17 @@ class MySQL:
         if number is None:
             return None
         for reservation in ours:
-            if reservation.connection.session.number == number:
+            if await self._has(runtime, reservation, number):
                 request = reservation.request
                 return Holder(request.holder, reservation.token, request.shared, request.owner, None)
         ((user, host),) = await self._ask(runtime, name, _WHO, number=number) or [("a session", "that has ended")]
         owner = {"app": "session", "host": f"{user}@{host}", "pid": number, "session": f"my:{number}"}
         return Holder(f"{number:08}", 0, False, json.dumps(owner), None)
+
+    async def _has(self, runtime: Runtime, reservation: Reservation, number: int) -> bool:
+        """Return whether a session of this number is that of a reservation; a server that takes over numbers anew."""
+        session, name = reservation.connection.session, reservation.request.name
+        return session.number == number and await self._ask(runtime, name, _HOLDER, word=session.proof) == [(number,)]
 
     async def _holder(self, runtime: Runtime, name: str) -> int | None:
         ((number,),) = await self._ask(runtime, name, _HOLDER, word=word_of(name, self._prefix))

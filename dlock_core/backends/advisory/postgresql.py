@@ -160,13 +160,18 @@ ORDER BY l.granted DESC, a.query_start, l.pid"""  # noqa: S608
 LISTED: Final = _LISTED.format("")
 """The holders, then the waiters, in the order of their arrival."""
 LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
+# A role that was assumed with SET ROLE may not end the login's sessions, so it is put off for this statement.
 _TERMINATE: Final = f"""\
-SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
-WHERE {_OF_KEY} AND """  # noqa: S608
-_BEGAN: Final = """\
-CAST(extract(epoch FROM coalesce(a.backend_start, pg_postmaster_start_time())) * 1000000 AS bigint)"""
+WITH login AS MATERIALIZED (SELECT set_config('role', 'none', true) AS role)
+SELECT pg_terminate_backend(l.pid)
+FROM login CROSS JOIN pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE login.role = 'none' AND {_OF_KEY} AND """  # noqa: S608
+_MICROSECONDS: Final = "CAST(extract(epoch FROM {}) * 1000000 AS bigint)"
+_BEGAN: Final = _MICROSECONDS.format("coalesce(a.backend_start, pg_postmaster_start_time())")
 """A role that the session has assumed with SET ROLE may not see when the session began."""
-TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer) AND {_BEGAN} = CAST(:began AS bigint)"
+TERMINATE: Final = f"""\
+{_TERMINATE} l.pid = CAST(:pid AS integer)
+AND CAST(:began AS bigint) IN ({_BEGAN}, {_MICROSECONDS.format("pg_postmaster_start_time()")})"""
 """End a session that holds or awaits a lock."""
 TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
 """End the session that holds a lock, found by the label of its grant."""

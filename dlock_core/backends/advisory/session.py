@@ -93,8 +93,8 @@ class SessionBackend:
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         reservation = self._reservations.get(request.holder)
-        if reservation is not None and await self._end(runtime, request, reservation):
-            return Released.RELEASED
+        if reservation is not None and (is_free := await self._end(runtime, request, reservation)) is not False:
+            return Released.RELEASED if is_free else Released.EXPIRED
         try:
             return Released.STOLEN if await self._server.is_held(runtime, request.name) else Released.EXPIRED
         except BackendUnavailable:
@@ -193,19 +193,20 @@ class SessionBackend:
             reservation.connection.close()
         return RenewalFailure.LOST
 
-    async def _end(self, runtime: Runtime, request: AcquireRequest, reservation: Reservation) -> bool:
+    async def _end(self, runtime: Runtime, request: AcquireRequest, reservation: Reservation) -> bool | None:
         """Unlock, or end the session of a lost connection; return False if the lock was no longer ours.
 
-        Raises BackendUnavailable, and keeps the reservation for another attempt.
+        Returns None if the connection is lost, and the session may still have the lock, for a ttl at most. Raises
+        BackendUnavailable, and keeps the reservation for another attempt.
         """
         reservation.extend(clock(), request.ttl)
         is_free = await self._unlock_or_end_session(runtime, reservation)
         if self._reservations.pop(request.holder, None) is not None:
             # Only now: a repeated call must not find another request's connection.
-            self._give_back(reservation, is_free=is_free)
+            self._give_back(reservation, is_free=bool(is_free))
         return is_free
 
-    async def _unlock_or_end_session(self, runtime: Runtime, reservation: Reservation) -> bool:
+    async def _unlock_or_end_session(self, runtime: Runtime, reservation: Reservation) -> bool | None:
         connection, name = reservation.connection, reservation.request.name
         if not connection.is_open:
             return await self._end_session(runtime, name, connection.session)
@@ -218,7 +219,7 @@ class SessionBackend:
                 raise
         with suppress(BackendUnavailable):  # It was certainly not unlocked, and an error would let a retry say so.
             return await self._end_session(runtime, name, connection.session)
-        return False
+        return None
 
     async def _end_session(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
         """End a session if it holds or awaits the lock, and return whether it did.
