@@ -358,27 +358,54 @@ def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, 
     other.close()
 
 
-FORK = """
-import os, sys
+PRELUDE = """
+import os, signal, sys, threading
 from dlock_core import Lock
 from sqla_dlock.backends.advisory import from_engine
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-url, is_async = sys.argv[1:]
-lease = Lock(from_engine((create_async_engine if is_async else create_engine)(url), session=True), "order:42").acquire()
+def lock(wait=10):
+    url, is_async = sys.argv[1:]
+    engine = (create_async_engine if is_async else create_engine)(url)
+    return Lock(from_engine(engine, session=True), "order:42", ttl=60, wait=wait, renew=False)
+"""
+FORK = """
+lease = lock().acquire()
 if not os.fork():
     sys.exit()
 os.wait()
+"""
+FORK_IN_WAIT = """
+first = lock().acquire()
+
+def fork(*_):
+    if not os.fork():
+        sys.exit()
+    os.wait()
+
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+threading.Timer(1.5, first.release).start()  # Two drivers wait in C, so that the handler is called only then.
+lease = lock(wait=60).acquire()
+"""
+END = """
 lease.renew()
 print(lease.release().name)
 """
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg", "mysqldb", "pymysql", "aiomysql", "asyncmy"])
-def test_child_that_ends_like_a_program_ends_no_session_of_its_parent(request, driver):
+@pytest.mark.parametrize(
+    ("program", "driver"),
+    [
+        *[(FORK, each) for each in ("psycopg", "psycopg2", "asyncpg", "mysqldb", "pymysql", "aiomysql", "asyncmy")],
+        *[(FORK_IN_WAIT, each) for each in ("psycopg", "psycopg2", "mysqldb")],
+    ],
+    ids=lambda value: "" if "\n" in value else value,
+)
+def test_child_that_ends_like_a_program_ends_no_session_of_its_parent(request, driver, program):
     request.getfixturevalue(server_of(driver))
-    words = [sys.executable, "-c", FORK, URLS[driver], "yes" if driver in ASYNC else ""]
+    words = [sys.executable, "-c", PRELUDE + program + END, URLS[driver], "yes" if driver in ASYNC else ""]
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN)
     assert told.stdout == "RELEASED\n", told.stderr
 

@@ -131,12 +131,15 @@ class Pool:
             self.fail(name, error)
 
     def _step(self, name: str, function: Callable[[Connection], T], limit: float | None) -> T:
-        connection = self.idle.take()
+        connection, pid = self.idle.take(), os.getpid()
         idle = connection is not None
         connection = connection or self._open_for_steps(name)
         try:
             answer = self.run(connection, function, limit)
-        except BaseException as error:  # noqa: BLE001 - it is raised again
+        except BaseException as error:
+            if pid != os.getpid():
+                inherited.append(connection)
+                raise
             connection.close()
             self.close()  # the cause that ended this connection may have ended the others
             self.fail(name, error, idle=idle and not isinstance(error, TimeoutError))
@@ -192,7 +195,10 @@ class DedicatedConnection:
             raise BackendUnavailable(name, reason="its dedicated connection is closed")
         try:
             return self._pool.run(connection, function, limit)
-        except BaseException as error:  # noqa: BLE001 - it is raised again
+        except BaseException as error:
+            if self._pid != os.getpid():  # A signal handler has forked this process, and has raised in the child.
+                self.forget()
+                raise
             self.connection = None
             connection.close()
             self._pool.fail(name, error)
