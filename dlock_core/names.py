@@ -41,8 +41,8 @@ def join(*parts: object) -> str:
     """Join parts to the name of a lock; all but the first may come from untrusted input: a URL, a form, a key.
 
     A part is text, bytes, an integer, UUID, Decimal, date, time or Enum, or has a type that defines `__str__`. Equal
-    values have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, an Enum of
-    texts or numbers and its value. Texts are compared exactly, as most databases compare keys.
+    values have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, a member of
+    a StrEnum or IntEnum and its value. Texts are compared exactly, as most databases compare keys.
 
     Raises TypeError for a value without such a text (None, bool, float, containers, functions, iterators, classes,
     objects that only have a `__repr__`), or whose text is its contents (Pydantic models, mappings, arrays, forms,

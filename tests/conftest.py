@@ -25,6 +25,7 @@ from dlock_core import scheduler
 from dlock_core.backends.redis import transport
 from dlock_core.sql import versions
 from tests import servers, tables
+from tests.garbage import collect_garbage
 from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
 from tests.waiting import until
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exempt the tests themselves, half a million objects, from the garbage collections that tests start: each took 0.4 s."""
-    gc.collect()
+    collect_garbage()
     gc.freeze()
 
 
@@ -241,7 +242,7 @@ def garbage_of_the_file() -> Iterator[None]:
     What is left after that is exempted, as the tests themselves are: to look at it again after each file took two minutes.
     """
     yield
-    gc.collect()
+    collect_garbage()
     gc.freeze()
 
 
@@ -249,7 +250,7 @@ def garbage_of_the_file() -> Iterator[None]:
 def garbage_is_collected() -> Iterator[None]:
     """Collect this test's garbage while its own warning filters apply, not in the middle of a later test."""
     yield
-    gc.collect()
+    collect_garbage()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import gc
 import signal
 import weakref
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ import pytest
 from dlock_core import AcquireTimeout, AlreadyHeld, Lock, MultiLock
 from dlock_core.leases import callers
 from dlock_core.testing import MemoryBackend
+from tests.garbage import collect_garbage
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_context_keeps_no_lease_alive_and_does_not_grow(store: MemoryBackend) ->
             before.release()
         first.release()
         del first, before
-        gc.collect()
+        collect_garbage()
         assert record() is None
         assert len([*callers.acquired_here()]) < 100
 

@@ -1,7 +1,6 @@
 """Idle connections: which are used again, which are closed, and when."""
 
 import asyncio
-import gc
 import os
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import pytest
 
 from dlock_core.backends import idle
 from dlock_core.backends.idle import MAX_IDLE_S, IdlePool, LoopPools
+from tests.garbage import collect_garbage
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ def test_pool_that_is_garbage_closes_its_connections() -> None:
     (one,) = connections(1)
     pool = pool_of(one)
     del pool
-    gc.collect()
+    collect_garbage()
     assert not one.is_open
 
 

@@ -1,7 +1,6 @@
 """A failed release is repeated in the background until the store answers or the lease runs out."""
 
 import asyncio
-import gc
 import math
 import os
 import subprocess
@@ -29,6 +28,7 @@ from dlock_core.testing import MemoryBackend
 from dlock_core.testing.contract import harness  # noqa: F401 - a fixture
 from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.observed import WITHIN, Observed
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 TTL_S = 1000.0
@@ -143,7 +143,7 @@ def test_lease_of_a_block_whose_release_failed_is_released_although_nothing_refe
     backend: Away,
 ) -> None:
     harness.do(lambda: harness.block(harness.lock("a", ttl=TTL_S), lambda _: None))
-    gc.collect()
+    collect_garbage()
     come_back(backend, after=3)
     harness.until(lambda: harness.holders("a") == [])
 

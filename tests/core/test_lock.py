@@ -36,6 +36,7 @@ from dlock_core.leases.callers import held_names
 from dlock_core.leases.lease import LeaseRecord, Membership
 from dlock_core.stores import Store
 from dlock_core.testing import MemoryBackend
+from tests.garbage import collect_garbage
 from tests.waiting import auntil
 
 
@@ -109,7 +110,7 @@ def test_lease_that_its_first_handle_has_left_is_joined_while_another_holds_it(s
     else:
         with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
             del handles[0]
-            gc.collect()
+            collect_garbage()
     with lock as third:
         assert third.token == handles[0].token
     handles[0].release()
@@ -157,7 +158,7 @@ def test_lease_of_a_task_that_returned_it_can_be_thrown_away(store: MemoryBacken
         lease = await asyncio.wait_for(AsyncLock(store, "a").acquire(), 10)
         with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
             del lease
-            gc.collect()
+            collect_garbage()
 
     asyncio.run(main())
 
@@ -190,7 +191,7 @@ def test_lease_that_only_a_cycle_keeps_is_missed_when_the_cycle_is_collected(sto
     cycle.append(cycle)
     with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
         del cycle
-        gc.collect()
+        collect_garbage()
     assert "a" not in held_names()
 
 
@@ -216,7 +217,7 @@ def test_lease_of_a_thread_that_has_ended_can_be_released_again_when_its_store_i
         with pytest.raises(BackendUnavailable):
             lease.release()
     with Lock(store, "b"), Lock(MemoryBackend(), "b"):
-        gc.collect()
+        collect_garbage()
         assert lease.release() is Released.RELEASED
 
 
@@ -229,7 +230,7 @@ def test_lease_that_was_released_or_lost_is_thrown_away_in_silence(store: Memory
     lost = Lock(store, "b").acquire()
     lost._held.lose("a test")
     del lost
-    gc.collect()
+    collect_garbage()
 
 
 def test_same_task_may_hold_locks_of_other_names_and_stores(store: MemoryBackend) -> None:
@@ -432,7 +433,7 @@ def test_generator_that_is_thrown_away_in_its_block_releases_the_lease(store: Me
     lock, block = Lock(store, "a"), [generator(Lock(store, "a"))]
     in_thread(lambda: next(block[0]))
     block.clear()
-    gc.collect()
+    collect_garbage()
     assert lock.acquire().release() is Released.RELEASED
 
 
@@ -686,7 +687,7 @@ def test_lease_that_has_ended_or_was_thrown_away_is_not_remembered(store: Memory
         assert [name for name in held_names() if name.startswith("left:")] == ["left:0"]
     with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
         Lock(store, "left:1").acquire()
-        gc.collect()
+        collect_garbage()
     MultiLock(store, ["left:2", "left:3"]).acquire().release()
     assert [name for name in held_names() if name.startswith("left:")] == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import logging
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
 from dlock_core.testing import MemoryBackend
 from dlock_core.transactions.retry import Policy, retry
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 
@@ -371,7 +371,7 @@ def test_lease_that_is_thrown_away_leaves_nothing_behind(telemetry):
     hooks.emit("acquired", "order:42", lease=thrown_away)
     assert len(hook._holds) == 1
     del thrown_away
-    gc.collect()
+    collect_garbage()
     assert len(hook._holds) == 0
 
 

@@ -1,7 +1,6 @@
 """The blocking runtime never suspends; the asyncio runtime finishes its clean-ups."""
 
 import asyncio
-import gc
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ import pytest
 from dlock_core import AcquireTimeout, LeaseLost, Lock, Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run, start_thread, within
 from dlock_core.testing import ManualRuntime, MemoryBackend
+from tests.garbage import collect_garbage
 
 
 async def answer() -> int:
@@ -169,7 +169,7 @@ async def test_cancelled_clean_up_that_fails_leaves_no_unread_error() -> None:
     await asyncio.wait([task])
     assert task.cancelled()
     del task
-    gc.collect()
+    collect_garbage()
     assert problems == []
 
 

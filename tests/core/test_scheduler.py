@@ -1,6 +1,5 @@
 """The thread that sleeps until something is due, and what a forked child does first."""
 
-import gc
 import os
 import threading
 import weakref
@@ -10,6 +9,7 @@ import pytest
 from dlock_core import scheduler
 from dlock_core.runtime import clock
 from dlock_core.scheduler import Scheduler, after_fork_in_child
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 WITHIN = 30.0
@@ -70,7 +70,7 @@ def test_forked_child_runs_every_hook_whatever_one_raises_and_none_of_an_object_
     after_fork_in_child(_fail)
     after_fork_in_child(kept.forget)
     del gone
-    gc.collect()
+    collect_garbage()
     assert [*scheduler._in_child_of] == [kept]
     child = os.fork()
     if child == 0:

@@ -1,7 +1,6 @@
 """One thread renews every lease of a store, in batches, and reports the losses."""
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from dlock_core.testing.contract.observed import Observed
 from tests.core.scripted import DOWN, Scripted
+from tests.garbage import collect_garbage
 from tests.waiting import WITHIN, until
 
 
@@ -271,7 +271,7 @@ def test_backend_that_nobody_uses_any_more_is_forgotten() -> None:
     assert store in watchdog._watchdogs
     before = len(watchdog._watchdogs)
     del store
-    gc.collect()
+    collect_garbage()
     assert len(watchdog._watchdogs) < before
 
 

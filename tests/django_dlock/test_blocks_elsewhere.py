@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from django_dlock.tie import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.transactions.tied_lease import TiedLease
+from tests.garbage import collect_garbage
 from tests.testapp.models import Counter
 
 
@@ -188,7 +188,7 @@ def test_work_in_another_thread_is_refused_after_the_handle_was_thrown_away(stor
     context = contextvars.copy_context()
     with pytest.warns(ResourceWarning, match="was never released"):  # noqa: PT031
         del block
-        gc.collect()
+        collect_garbage()
     with transaction.atomic():
         Counter.objects.create(name="after the block")
 

@@ -1,6 +1,5 @@
 """`lock(...)`: the lease lives until its transactions have ended, however they end."""
 
-import gc
 import logging
 import os
 import unittest
@@ -36,6 +35,7 @@ from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases.lease import LeaseState
 from tests.django_dlock import sessions
 from tests.django_dlock.sessions import add, committed, held_in_commit, rows
+from tests.garbage import collect_garbage
 from tests.leases import is_held, until_expired
 from tests.mysql_server import mariadb_only
 from tests.proxy import Proxy
@@ -576,7 +576,7 @@ def test_joined_lease_that_was_released_by_hand_is_not_left_twice(database, stor
 
 def test_lease_that_nobody_keeps_lasts_as_long_as_its_request(database, store):
     order(database).acquire()
-    gc.collect()
+    collect_garbage()
     with pytest.raises(AlreadyHeld):
         order(database).acquire()
     assert release_forgotten() == ["order:42"]
@@ -592,7 +592,7 @@ def drop(lease):
     """Drop the last reference to a lease."""
     with pytest.warns(ResourceWarning, match="'order:.* was never released: it runs out by itself"):  # noqa: PT031
         lease.clear()
-        gc.collect()
+        collect_garbage()
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -614,7 +614,7 @@ def test_lease_that_is_dropped_in_a_transaction_that_works_under_it_is_released_
         with atomic(database):
             add(database, "a")
             lease.clear()
-            gc.collect()
+            collect_garbage()
             assert is_held(store)
             assert Fence.objects.using(database).filter(name="order:42").exists()
         assert not is_held(store)
@@ -847,7 +847,7 @@ def test_handle_whose_release_failed_is_not_kept_by_its_context(database, flaky)
         lease.release()
     handle = weakref.ref(lease)
     del lease
-    gc.collect()
+    collect_garbage()
     assert handle() is None
 
 

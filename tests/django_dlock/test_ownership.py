@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +20,7 @@ from django_dlock.tie import current
 from django_dlock.tracker import leases_of_context
 from tests.django_dlock.sessions import committed
 from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order
+from tests.garbage import collect_garbage
 from tests.leases import is_held
 from tests.testapp.models import Counter
 from tests.waiting import WITHIN, auntil
@@ -581,7 +581,7 @@ def release_the_others(dropped):
     cycle = [handles.pop(dropped)]
     cycle.append(cycle)  # As with an error's traceback: the references to the handle die before it is finalized.
     del cycle
-    gc.collect()
+    collect_garbage()
     for handle in handles:
         handle.release()
     assert not leases_of_context.get()

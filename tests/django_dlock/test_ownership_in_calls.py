@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import gc
 import itertools
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from django_dlock.models import Fence
 from django_dlock.tie import current
 from dlock_core.runtime import ASYNCIO
 from tests.django_dlock.thread_work import Slow, add, in_database, in_thread, order, until_it_waits_no_more
+from tests.garbage import collect_garbage
 from tests.leases import is_held
 from tests.waiting import WITHIN, auntil
 
@@ -279,7 +279,7 @@ async def test_task_whose_lease_was_collected_in_a_cycle_is_refused_once_at_most
         with pytest.warns(ResourceWarning, match="never released") as warned:  # noqa: PT031
             await forget()
             # The collector may be faster, and the thread that has called the database may still have the lease.
-            await auntil(lambda: gc.collect() >= 0 and len(warned) > 0)
+            await auntil(lambda: collect_garbage() >= 0 and len(warned) > 0)
         with contextlib.suppress(LeaseLost):
             await sync_to_async(write)(database)
         for is_sensitive in (True, False):
@@ -696,7 +696,7 @@ def test_calls_in_an_event_loop_that_a_closing_generator_runs_are_calls_like_any
     written = []
     for _ in generator():
         break
-    gc.collect()
+    collect_garbage()
     assert written == [True]
     assert current() == []
 
@@ -762,7 +762,7 @@ def test_coroutine_that_is_closed_late_gives_its_leases_to_nobody(database, stor
         tasks = leave_a_task_in(background)
         with order(database) as lease:
             tasks.clear()
-            gc.collect()
+            collect_garbage()
             assert [each.held.name for each in current()] == [lease.name]
             assert write(database) == lease.token
         assert current() == []

@@ -1,7 +1,6 @@
 """django_dlock.transactions keeps its promises about how a transaction ends whose database answers."""
 
 import contextlib
-import gc
 import logging
 import threading
 import weakref
@@ -19,6 +18,7 @@ from django_dlock.connections import in_transaction, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.django_dlock.tracking import on_end, transaction_key
+from tests.garbage import collect_garbage
 from tests.testapp.models import Note
 
 COMMITTED, ROLLED_BACK, UNKNOWN = Outcome.COMMITTED, Outcome.ROLLED_BACK, Outcome.UNKNOWN
@@ -618,7 +618,7 @@ def test_connection_that_is_dropped_is_not_kept_alive(database):
     connections[database].close()
     gone = weakref.ref(connections[database])
     del connections[database]
-    gc.collect()
+    collect_garbage()
     assert gone() is None
 
 

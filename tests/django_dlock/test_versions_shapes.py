@@ -1,7 +1,6 @@
 """Versions are checked even where the shape of a model, a manager or a router could defeat the check."""
 
 import copy
-import gc
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from django_dlock.versions import VersionedMixin
 from tests.django_dlock.parties import Party, unlocked, until_blocked
 from tests.django_dlock.sessions import rows as fetched
 from tests.django_dlock.sessions import second_session
+from tests.garbage import collect_garbage
 from tests.mysql_server import MYSQLD
 from tests.testapp.models import (
     Account,
@@ -972,10 +972,10 @@ def test_saves_of_a_long_transaction_keep_nothing_alive(use_database, model):
             model().save()
 
     def growth() -> int:
-        gc.collect()
+        collect_garbage()
         tracemalloc.start()
         save(1000)
-        gc.collect()
+        collect_garbage()
         grown, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return grown

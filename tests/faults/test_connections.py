@@ -1,7 +1,6 @@
 """Connections are kept, checked, closed with their loop, and never shared."""
 
 import asyncio
-import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.observed import WITHIN
+from tests.garbage import collect_garbage
 from tests.proxy import Proxy
 from tests.servers import Server
 from tests.waiting import until
@@ -49,7 +49,7 @@ def test_ended_event_loops_leave_no_connection_and_no_warning(direct: RedisBacke
     before = descriptors()
     for _ in range(10):
         asyncio.run(main())
-    gc.collect()
+    collect_garbage()
     until(lambda: descriptors() <= before)  # Threads of earlier tests may have opened some in the meantime.
 
 

@@ -16,6 +16,7 @@ import pytest
 from dlock_core import AsyncLock, Lock, connect
 from tests import etcd_servers, redis_cluster, redis_sentinel, redlock_nodes, settings, zookeeper_servers
 from tests.conftest import give_up
+from tests.garbage import collect_garbage
 from tests.servers import Server, ServerMissing
 from tests.table_stores import table
 from tests.waiting import auntil, until
@@ -104,13 +105,13 @@ def sockets_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connections_after_collection(place: Place) -> int:
     """Collect garbage first: on a busy machine a node's late reply may have kept the store alive until now."""
-    gc.collect()
+    collect_garbage()
     return place.connections()
 
 
 @pytest.mark.usefixtures("sockets_come_first")
 def test_store_that_threads_used_leaves_no_connection_and_no_warning(place: Place) -> None:
-    gc.collect()
+    collect_garbage()
     before = place.connections()
     store = connect(place.url, prefix=f"{secrets.token_hex(4)}:")
     Lock(store, "a").acquire().release()
@@ -122,7 +123,7 @@ def test_store_that_threads_used_leaves_no_connection_and_no_warning(place: Plac
 
 @pytest.mark.usefixtures("sockets_come_first")
 async def test_store_that_tasks_used_leaves_no_connection_and_no_warning(place: Place) -> None:
-    gc.collect()
+    collect_garbage()
     before = place.connections()
     store = connect(place.url, prefix=f"{secrets.token_hex(4)}:")
     async with AsyncLock(store, "a"):
@@ -157,5 +158,5 @@ def test_lease_table_whose_waiters_were_notified_leaves_no_session(driver: str, 
     assert sessions() > before
     store.myself = store  # type: ignore[attr-defined]
     del store, listener, holder
-    gc.collect()
+    collect_garbage()
     until(lambda: sessions() <= before)

@@ -9,6 +9,7 @@ import pytest
 from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backend import Backend
 from dlock_core.errors import BackendUnavailable, DLockError
+from tests.garbage import collect_garbage
 from tests.servers import free_port
 
 ATTEMPTS = 40
@@ -66,7 +67,7 @@ def _more_after(work: Callable[[], object]) -> int:
 
 
 def _objects() -> int:
-    gc.collect()
+    collect_garbage()
     return len(gc.get_objects())
 
 

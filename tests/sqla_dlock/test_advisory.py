@@ -1,7 +1,6 @@
 """Locks inside the session's own transaction, on PostgreSQL: they last exactly as long as it does."""
 
 import asyncio
-import gc
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +20,7 @@ from dlock_core.stores import Store
 from sqla_dlock import alock, lock, locked
 from sqla_dlock.backends.advisory import from_engine
 from sqla_dlock.tie import current
+from tests.garbage import collect_garbage
 from tests.processes import Link, worker
 from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.leases import in_order, note_ends
@@ -112,7 +112,7 @@ def test_lease_that_is_kept_does_not_keep_a_transaction_that_could_not_be_rolled
     with pytest.raises(DBAPIError), Session(engine) as session, order(session) as lease:
         leases.append(lease)
         session.connection().connection.driver_connection.pgconn.send_query(b"SELECT 1")
-    gc.collect()
+    collect_garbage()
     until(is_free)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import gc
 import inspect
 import socket
 import threading
@@ -43,6 +42,7 @@ from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_fla
 from sqla_dlock.retry import retry_on_conflict
 from sqla_dlock.tie import SessionAcquire, current
 from tests import leases
+from tests.garbage import collect_garbage
 from tests.processes import worker
 from tests.sqla_dlock.engines import new_async_engine, new_engine
 from tests.sqla_dlock.models import Counter
@@ -823,7 +823,7 @@ async def test_error_of_a_waiter_whose_request_was_cancelled_is_not_reported(mak
         threads = [each for each in threading.enumerate() if each.name.startswith("AnyIO")]
         await auntil(lambda: not run(store.inspect(BLOCKING, "order:42"))[0].waiters)
         await asyncio.gather(*(anyio.to_thread.run_sync(threading.active_count) for _ in threads))
-    gc.collect()
+    collect_garbage()
     assert reported == []
 
 

@@ -1,6 +1,5 @@
 """An interrupt at each executed line of acquire, block, COMMIT, ROLLBACK and release leaves nothing that is renewed."""
 
-import gc
 import logging
 import sqlite3
 import uuid
@@ -18,6 +17,7 @@ from dlock_core.backends.memory import MemoryBackend
 from dlock_core.stores import Store
 from sqla_dlock import fencing, lock, locked, stores
 from sqla_dlock.fencing import metadata as fence_metadata
+from tests.garbage import collect_garbage
 from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, renewed
 from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.sqla_dlock.engines import begin_immediate
@@ -154,7 +154,7 @@ def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(
             sessions[0].close()
         except InvalidRequestError:  # its own state may be broken: then it is dropped
             sessions[0] = Session()
-            gc.collect()
+            collect_garbage()
         assert not renewed(granted), line
         assert surfaced or line.function.rpartition(".")[2] in TELLS_OTHERS, line
         if memory._states:

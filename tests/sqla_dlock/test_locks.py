@@ -1,6 +1,5 @@
 """`lock(session, ...)`: the lease lives until its transactions have ended, however they end."""
 
-import gc
 import logging
 import os
 import subprocess
@@ -23,6 +22,7 @@ from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
 from sqla_dlock.tie import current
 from tests.chaos import EverybodyIn
+from tests.garbage import collect_garbage
 from tests.leases import is_held, until_expired, until_waited_for
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
@@ -362,7 +362,7 @@ def test_forgotten_session_lets_its_lease_run_out(engine, store, dlock_log):
     (tie,) = current(session)
     held = tie.held
     del session, tie
-    gc.collect()
+    collect_garbage()
     assert held.state is not LeaseState.HELD
     assert is_held(store)
     assert names(engine) == set()

@@ -16,6 +16,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import ManualRuntime
 from sqla_dlock.backends import loops
 from sqla_dlock.backends.loops import Loop
+from tests.garbage import collect_garbage
 from tests.waiting import WITHIN, until
 
 
@@ -38,7 +39,7 @@ def test_loop_ends_when_nothing_refers_to_it_but_not_before_a_call_that_needs_it
     loop.spawn(partial(close, loop))
     assert begun.wait(WITHIN)
     del loop
-    gc.collect()
+    collect_garbage()
     may_end.set()
     until(lambda: of_loops() <= before)
     assert done == ["closed"]

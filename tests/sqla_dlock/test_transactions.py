@@ -1,6 +1,5 @@
 """The promises of sqla_dlock.transactions about the endings of a transaction whose database answers."""
 
-import gc
 import sqlite3
 import threading
 import weakref
@@ -14,6 +13,7 @@ from sqlalchemy.orm import Session, close_all_sessions, scoped_session, sessionm
 
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock.transactions import connections_of, in_transaction, on_end, on_transaction
+from tests.garbage import collect_garbage
 from tests.sqla_dlock.engines import SYNC
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.sessions import committed
@@ -820,7 +820,7 @@ def test_forgotten_session_with_a_live_connection_is_unknown(engine, heard):
     add(session, "a")
     on_end(session, heard.append)
     del session
-    gc.collect()
+    collect_garbage()
     assert heard == [UNKNOWN]
     assert names(engine) == set()
 
@@ -831,7 +831,7 @@ def test_forgotten_session_without_a_connection_is_unknown(engine, heard):
     session.begin()
     on_end(session, heard.append)
     del session
-    gc.collect()
+    collect_garbage()
     assert heard == [UNKNOWN]
 
 
@@ -841,7 +841,7 @@ def test_forgotten_session_whose_connection_is_dead_is_unknown(engine, heard):
     on_end(session, heard.append)
     session.connection().invalidate()
     del session
-    gc.collect()
+    collect_garbage()
     assert heard == [UNKNOWN]
 
 
@@ -857,7 +857,7 @@ def test_session_that_is_dropped_is_not_kept_alive(engine, heard):
     assert heard == [COMMITTED]
     session.close()
     del session
-    gc.collect()
+    collect_garbage()
     assert session_gone() is None
 
 

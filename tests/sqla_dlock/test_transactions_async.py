@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from sqla_dlock import commit_status
 from sqla_dlock.connections import note_xid
 from sqla_dlock.greenlets import await_
 from sqla_dlock.transactions import before_work, in_transaction, on_end, on_transaction
+from tests.garbage import collect_garbage
 from tests.proxy import Proxy
 from tests.sqla_dlock.engines import ASYNC
 from tests.sqla_dlock.lost import held_in_commit, port_of, terminate_held, url_through
@@ -257,7 +257,7 @@ async def test_forgotten_session_with_a_live_connection_is_unknown(session, engi
     await add(forgotten, "a")
     on_end(forgotten.sync_session, heard.append)
     del forgotten
-    gc.collect()
+    collect_garbage()
     assert heard == [UNKNOWN]
 
 

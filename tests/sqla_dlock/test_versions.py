@@ -1,6 +1,5 @@
 """The promises of VersionedMixin, save_with_version, delete_with_version and touch."""
 
-import gc
 import pickle
 import weakref
 from typing import Any
@@ -34,6 +33,7 @@ from sqla_dlock.versions import (
     touch,
 )
 from tests import processes
+from tests.garbage import collect_garbage
 from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import Card, Code, Draft, Member, Named, Order, Park, Person, Place, Shop
@@ -876,5 +876,5 @@ def test_session_whose_flush_was_refused_by_a_listener_is_not_kept_alive(engine:
     session.close()
     known = weakref.ref(session)
     del session
-    gc.collect()
+    collect_garbage()
     assert known() is None

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import random
 import socket
 import ssl
@@ -27,6 +26,7 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, Runtime, clock, run
 from tests.etcd_servers import Cluster
 from tests.faults.etcd.conftest import TIMEOUT_S
 from tests.faults.looking import is_untouched, until
+from tests.garbage import collect_garbage
 from tests.proxy import Proxy
 from tests.servers import free_port
 
@@ -208,7 +208,7 @@ def test_storm_of_cancelled_tasks_leaves_no_grant_no_place_and_no_connection(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(main())
-        gc.collect()
+        collect_garbage()
     for number in range(3):
         until(lambda name=f"a:{number}": is_untouched(direct, name))  # type: ignore[misc]
 
@@ -224,7 +224,7 @@ def test_one_store_serves_loop_after_loop_and_keeps_no_connection_of_an_ended_on
         warnings.simplefilter("error")
         for _ in range(5):
             asyncio.run(main())
-            gc.collect()
+            collect_garbage()
     Lock(backend, "a").acquire().release()
 
 
