@@ -16,7 +16,9 @@ from tests.waiting import until
 JARS: Final = (Path("/usr/share/java/zookeeper.jar"), Path("/usr/share/java/slf4j-simple.jar"))
 MISSING: Final = "ZooKeeper is missing: apt-get install zookeeper default-jre-headless"
 TICK: Final = 100
-"""Milliseconds: a session may be as short as 500, a dead peer is noticed after a second."""
+"""Milliseconds: a session may be as short as 500."""
+DEAD_AFTER: Final = 10
+"""Ticks of silence after which a member is taken for dead by its leader: a second."""
 
 
 def zookeeper(directory: Path, *options: str) -> Server:
@@ -58,13 +60,14 @@ class Ensemble:
         until(lambda: sorted(mode(member) for member in self.members) == ["follower", "follower", "leader"])
 
 
-def ensemble(directory: Path) -> Ensemble:
+def ensemble(directory: Path, *, dead_after: int = DEAD_AFTER) -> Ensemble:
+    """Return three servers; on a loaded machine a living member may be silent for some seconds, and an election follows."""
     directory.mkdir(mode=0o700)
     ports = [(free_port(), free_port(), free_port()) for _ in range(3)]
     peers = [f"server.{number}=127.0.0.1:{a}:{b};127.0.0.1:{port}" for number, (a, b, port) in enumerate(ports, 1)]
     return Ensemble(
         [
-            _server(directory / f"zookeeper{number}", port, *peers, number=number)
+            _server(directory / f"zookeeper{number}", port, f"syncLimit={dead_after}", *peers, number=number)
             for number, (_, _, port) in enumerate(ports, 1)
         ]
     )
@@ -87,7 +90,7 @@ def _server(directory: Path, port: int, *peers: str, number: int = 0, options: S
     if not all(jar.exists() for jar in JARS):
         raise ServerMissing(MISSING)
     settings = [
-        f"tickTime={TICK}", "initLimit=50", "syncLimit=10", f"dataDir={directory}", "admin.enableServer=false",
+        f"tickTime={TICK}", "initLimit=50", f"dataDir={directory}", "admin.enableServer=false",
         "minSessionTimeout=500", "maxSessionTimeout=60000", "4lw.commands.whitelist=*", "maxClientCnxns=0",
         *(peers or [f"clientPort={port}", "clientPortAddress=127.0.0.1"]),
     ]  # fmt: skip

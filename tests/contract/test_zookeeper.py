@@ -21,7 +21,7 @@ def zookeeper_server(servers_directory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def zookeeper_ensemble(servers_directory) -> Iterator[Ensemble]:
-    yield from start(lambda: ensemble(servers_directory / "zookeepers"))
+    yield from start(lambda: ensemble(servers_directory / "zookeepers", dead_after=100))
 
 
 @pytest.fixture(params=["zookeeper_server", "zookeeper_ensemble"])
