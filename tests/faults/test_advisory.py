@@ -432,24 +432,21 @@ def test_forked_child_leaves_its_parents_connections_alone(store, alias):
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
-def test_session_that_does_not_answer_costs_no_other_its_lease(store):
-    """Sessions are checked in turn, each within a third of the ttl."""
-    stuck, well = (
-        Lock(store, "stuck", ttl=9.0, renew=False).acquire(),
-        Lock(store, "well", ttl=9.0, renew=False).acquire(),
-    )
-    leases = [lease._held for lease in (stuck, well)]
-    session = store._reservations[leases[0].request.holder].connection.session.number
-    os.kill(session, signal.SIGSTOP)
+def test_sessions_that_do_not_answer_cost_no_other_its_lease(store):
+    *stuck, well = [Lock(store, name, ttl=9.0, renew=False).acquire() for name in ("a", "b", "c", "well")]
+    processes = [store._reservations[lease.holder].connection.session.number for lease in stuck]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
     try:
-        answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
-        assert answers[0] is RenewalFailure.LOST
-        assert answers[1] > 0
+        renewals = [Renewal(lease._held.request, lease._held.granted) for lease in (*stuck, well)]
+        assert run(store.renew(BLOCKING, renewals)) == [RenewalFailure.LOST] * 3 + [9.0]
         well.renew()
     finally:
-        os.kill(session, signal.SIGCONT)
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
     assert well.release() is Released.RELEASED
-    stuck.release()
+    for lease in stuck:
+        lease.release()
 
 
 @pytest.mark.parametrize(("fault", "is_asked_again"), [("deaf", False), ("cut", True)])

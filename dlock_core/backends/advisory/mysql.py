@@ -30,6 +30,8 @@ __all__ = ["MySQL"]
 _LOCK: Final = """\
 SELECT IF(GET_LOCK(:word, :seconds) = 1, GREATEST(CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS SIGNED), :floor + 1), 0)
 """
+# In a zone with summer time, an hour comes twice when that ends, and SYSDATE does not say which one it is in.
+_ZONE: Final = "SET SESSION time_zone = :zone"
 _IDLE_LIMIT: Final = "SET SESSION wait_timeout = :seconds"
 _PROVE: Final = "SELECT IS_USED_LOCK(:word) = CONNECTION_ID()"
 _UNLOCK: Final = "SELECT RELEASE_LOCK(:word)"
@@ -50,7 +52,7 @@ class MySQL:
 
     def prepare_session(self, connection: Connection, name: str) -> ServerSession:
         """Let a new session lock a unique name for as long as it lasts, and return its number with that name."""
-        connection.execute("SET SESSION time_zone = '+00:00'")  # At the end of summer time, an hour comes twice.
+        connection.execute(_ZONE, {"zone": "+00:00"})
         proof = f"{SESSION_PREFIX}{secrets.token_hex(16)}"
         ((number, _),) = connection.execute("SELECT CONNECTION_ID(), GET_LOCK(:proof, 0)", {"proof": proof})
         return ServerSession(int(number), proof)

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
     from dlock_core.backends.advisory.connections import ServerSession
     from dlock_core.backends.sql import Connection, Pool
-    from dlock_core.runtime import Runtime
+    from dlock_core.runtime import Runtime, Signal
 
 __all__ = ["MySQLSessionBackend", "SessionBackend"]
 
+SILENT_AFTER_S: Final = 0.05
+"""Seconds without an answer after which the renewal of another lease begins, too."""
 MAX_WAIT_S: Final = 60.0
 """Seconds after which a waiter leaves and re-enters the queue: a dead server may go unnoticed for this long."""
 MAX_TTL_S: Final = 2_147_483.0
@@ -83,13 +85,26 @@ class SessionBackend:
             await self._end(runtime, request, reservation)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Prove each connection; if the server is slow, the others only get the rest of the time."""
+        """Prove each connection, one after the other; one that is silent for a while is not waited for by the next."""
         limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
+        if len(renewals) == 1:
+            return [await self._renew(runtime, _limited(renewals[0].request), limit)]
+        answers: dict[int, RenewalResult] = {}
+
+        async def prove(index: int, done: Signal) -> None:
+            try:
+                answers[index] = await self._renew(runtime, _limited(renewals[index].request), limit)
+            finally:
+                done.set()
+
+        signals = [runtime.signal() for _ in renewals]
+        for index, done in enumerate(signals):
+            runtime.run_in_background(prove(index, done))
+            await runtime.wait(done, SILENT_AFTER_S)
         until = runtime.now() + limit
-        return [
-            await self._renew(runtime, _limited(request), limit) if runtime.now() < until else self._left(request)
-            for request, _ in renewals
-        ]
+        for done in signals:
+            await runtime.wait(done, max(0.0, until - runtime.now()))
+        return [answers.get(index) or self._left(request) for index, (request, _) in enumerate(renewals)]
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         reservation = self._reservations.get(request.holder)
