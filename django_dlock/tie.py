@@ -8,7 +8,7 @@ is read.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 from django.db import connections
@@ -81,7 +81,7 @@ class TiedDatabases:
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
         self._block_beyond: Callable[[], TiedLease | None] = lambda: None
-        """The handle of a block that goes on although the transaction that held the lock has ended."""
+        """The handle of a block that may go on without autocommit, after the transaction that held the lock."""
         self._bound: dict[Transaction, TiedLease] = {}
         """The handles that end with a transaction, by that transaction; the first, if there are several."""
 
@@ -191,7 +191,7 @@ class TiedDatabases:
 
     def _settled(self, transaction: Transaction) -> None:
         if (handle := self._bound.get(transaction)) is not None:  # which the transaction's end has released
-            if handle.in_block:
+            if handle.in_block and transaction.is_manual:
                 self._block_beyond = ref(handle)
             else:
                 self.note_detached(BLOCKING, handle)
@@ -211,8 +211,7 @@ class TiedDatabases:
         lease waits for its end. Writes there outside a transaction are not checked.
         """
         tie, connection = self.tie, tracker.connection
-        if self._block_beyond() is not None:
-            self._refuse_lost()
+        self._refuse_beyond(connection)
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not (self.is_aborted or self.is_left):
             return
         if transaction not in tie.open and self.ownership.is_apart:
@@ -347,8 +346,10 @@ class TiedDatabases:
         others = tie.handles - {ref(handle)}
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not (others or self.ownership.open_here)
-        elif tie.open and tie.are_bound(others) and (tie.open & open_in_thread()) - self._around_block:
-            self.held.abandon()
+        elif tie.open and tie.are_bound(others):
+            begun: Any = (tie.open & open_in_thread()) - self._around_block
+            if not all(each.is_manual for each in begun):
+                self.held.abandon()
 
     @property
     def _is_cut_off(self) -> bool:
@@ -372,6 +373,10 @@ class TiedDatabases:
             self.held.ensure()
         except DLockError as error:
             raise as_database_error(error) from None
+
+    def _refuse_beyond(self, connection: BaseDatabaseWrapper) -> None:
+        if connection.alias in self.gate.forms and (handle := self._block_beyond()) is not None and handle.in_block:
+            self._refuse_lost()
 
     def _refuse_unfenced(self, connection: BaseDatabaseWrapper) -> None:
         if self.tie.handles and self.gate.forms[connection.alias]:

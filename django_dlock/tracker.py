@@ -134,6 +134,8 @@ class ConnectionTracker:
         for hook in self.hooks:
             with self.suspended:
                 hook(self.connection, sql, is_inside)
+        if transaction is not None and transaction.is_manual and sql.startswith("SAVEPOINT"):
+            return  # Refused, it would leave Django in the middle of `atomic()`; the next statement is admitted.
         for lease in leases:
             lease.before_statement(self, transaction, sql)
 

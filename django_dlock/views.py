@@ -13,10 +13,9 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.http import HttpRequest
-from django.utils.decorators import classonlymethod
 from django.views import View
 
 from django_dlock.conf import stores
@@ -110,49 +109,39 @@ class _NonAtomic(set[str]):
 
 
 def _locked_class(view: type, parts: tuple[Any, ...], options: dict[str, Any]) -> type:
-    """Lock what `as_view()` returns: it calls setup() before dispatch(), and either may read what is locked."""
-    own: Any = inspect.getattr_static(view, "as_view", None)
-    if own is None or not callable(getattr(view, "dispatch", None)):
+    own: Any = getattr(view, "dispatch", None)
+    if not callable(own):
         raise TypeError(
             f"@locked goes on a class-based view, a method or a function; {view.__name__} has no dispatch()"
         )
-    if any(is_function(part) or (isinstance(part, Argument) and part.root == "self") for part in parts):
-        return _locked_dispatch(view, own, parts, options)
+    locked_dispatch = _locked_function(own, parts, options, is_async=getattr(view, "view_is_async", False))
 
-    def as_view(cls: Any, *args: Any, **initkwargs: Any) -> Callable[..., Any]:
-        function = own.__get__(None, cls)(*args, **initkwargs)
+    @functools.wraps(locked_dispatch)
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_setup(self)
+        return locked_dispatch(self, *args, **kwargs)
 
-        @functools.wraps(function)
-        def entry(request: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(request, *args, **kwargs)
-
-        del entry.__wrapped__  # a method's, if dispatch() is decorated, with its arguments
-        entry.__name__, entry.__qualname__ = "as_view", f"{cls.__qualname__}.as_view"
-        return _locked_function(entry, parts, options, is_async=getattr(cls, "view_is_async", False))
-
-    view.as_view = classonlymethod(as_view)  # type: ignore[attr-defined]
+    view.dispatch = markcoroutinefunction(dispatch) if iscoroutinefunction(locked_dispatch) else dispatch  # type: ignore[attr-defined]
     return view
 
 
-def _locked_dispatch(view: Any, own: Any, parts: tuple[Any, ...], options: dict[str, Any]) -> type:
-    """Lock dispatch(), for a name that needs the view itself; nothing may be read before that."""
-
-    def as_view(cls: Any, *args: Any, **initkwargs: Any) -> Callable[..., Any]:
-        if getattr(cls, "setup", View.setup) is not View.setup:
-            raise TypeError(
-                f"@locked on {view.__qualname__}: its lock is named by the view itself, so that setup() runs before it "
-                f"and may read what is locked: do in dispatch() what {cls.__qualname__}.setup() does, or name the lock "
-                "by arguments of the URL"
-            )
-        return cast("Callable[..., Any]", own.__get__(None, cls)(*args, **initkwargs))
-
-    view.dispatch = _locked_function(view.dispatch, parts, options, is_async=getattr(view, "view_is_async", False))
-    view.as_view = classonlymethod(as_view)
-    return cast("type", view)
+def _refuse_setup(view: Any) -> None:
+    """Raise TypeError for a view with its own setup(), which Django calls before dispatch(), and so before the lock."""
+    if getattr(type(view), "setup", View.setup) is not View.setup:
+        name = type(view).__qualname__
+        raise TypeError(
+            f"@locked on a class locks dispatch(), and {name}.setup() runs before that and may read what is locked: "
+            "move what it does into dispatch(); or, if it reads nothing of the kind, lock the method, "
+            '@method_decorator(locked(...), name="dispatch")'
+        )
 
 
 def _locked_function(
-    function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
+    function: Callable[..., Any],
+    parts: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    is_async: bool = False,
 ) -> Callable[..., Any]:
     LATE_WORK.refuse_function(function)
     make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which use Lock's options

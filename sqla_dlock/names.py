@@ -7,14 +7,15 @@ column of a primary key has a converter (`_converter`) from whatever spells the 
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import CHAR, Enum, Interval, TypeDecorator, Uuid, inspect
+from sqlalchemy import CHAR, NCHAR, Enum, Interval, TypeDecorator, Uuid, inspect
 from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import InstanceState, Mapper
 from sqlalchemy.orm.util import AliasedClass
 
@@ -117,7 +118,20 @@ def _key_of(mapper: Mapper[Any], value: Any) -> Sequence[Any] | None:
     if not isinstance(value, mapper.class_):
         raise TypeError(f"an instance of {type(value).__name__} cannot be a key of {mapper.class_.__name__}")
     known = [state.dict.get(mapper.get_property_by_column(column).key) for column in mapper.primary_key]
-    return state.identity or known  # The state knows the key of an expired instance too; an attribute would query it.
+    key = state.identity or known  # The state knows the key of an expired instance too; an attribute would query it.
+    return [_in_utc(column.type, each, state) for column, each in zip(mapper.primary_key, key, strict=True)]
+
+
+def _in_utc(kind: TypeEngine[Any], value: Any, state: InstanceState[Any]) -> Any:
+    """Return a time of an instance as its row has it: only PostgreSQL keeps, or converts, the zone of a time."""
+    if isinstance(kind, TypeDecorator) or not isinstance(value, datetime) or not getattr(kind, "timezone", False):
+        return value
+    keeps_zone = False
+    with suppress(UnboundExecutionError):
+        keeps_zone = state.session is not None and state.session.get_bind(state.mapper).dialect.name == "postgresql"
+    if keeps_zone:
+        return value if value.tzinfo is None else value.astimezone(UTC)
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
 
 
 def _state(value: Any) -> InstanceState[Any] | None:
@@ -140,7 +154,7 @@ def _converter(kind: TypeEngine[Any]) -> Callable[[Any], Any]:
     python = _python_type(kind)
     if python is datetime:
         return partial(_datetime, getattr(kind, "timezone", False))
-    if isinstance(kind, CHAR):
+    if isinstance(kind, CHAR | NCHAR):
         return _unpadded
     return _CONVERTERS.get(python, _as_given)
 
@@ -219,6 +233,12 @@ def _datetime(has_zone: bool, value: Any) -> Any:  # noqa: FBT001 - a converter'
     return found
 
 
+def _interval(value: Any) -> timedelta:
+    if not isinstance(value, timedelta):  # A text has many spellings.
+        raise TypeError(value)
+    return value
+
+
 def _unpadded(value: Any) -> Any:
     """Return the text of a column of CHAR, which databases compare without the spaces at its end."""
     return value.rstrip(" ") if isinstance(value, str) else value
@@ -231,6 +251,7 @@ _CONVERTERS: Final[Mapping[type | None, Callable[[Any], Any]]] = {
     float: _float,
     date: partial(_moment, date),
     time: partial(_moment, time),
+    timedelta: _interval,
 }
 
 
@@ -243,6 +264,8 @@ def _there_and_back(kind: TypeDecorator[Any], value: Any) -> Any:
     own, implementing = type(kind), kind.load_dialect_impl(_DIALECT)
     if own.process_bind_param is not TypeDecorator.process_bind_param:
         value = kind.process_bind_param(value, _DIALECT)
+        if isinstance(value, datetime):  # Whether it has a zone, and which, is decided by the application.
+            return value
     value = _converter(implementing)(value)
     if own.process_result_value is not TypeDecorator.process_result_value:
         value = kind.process_result_value(_as_read(implementing, value), _DIALECT)

@@ -32,6 +32,7 @@ __all__ = [
 LATE_WORK: Final = LateWork("@locked", "the call", "write `with lock(...)` inside it")
 """What `@locked` refuses."""
 
+_JSON_TYPES: Final = frozenset({str, int, float, bool, list, type(None)})
 _NUMBERS: Final = frozenset({int, float, Decimal})
 
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -233,14 +234,11 @@ def finder(function: Callable[..., Any], name: str, decorator: str = "@locked") 
 
 
 def _of_call(function: Callable[..., Any], title: str, args: tuple[Any, ...]) -> tuple[str, str]:
-    """Return what was called, for an error, and what to do: all routes of a view share the lock of its class."""
-    name = getattr(function, "__name__", "")
-    if name not in {"as_view", "dispatch"}:
+    """Return what was called, for an error, and what to do: all routes of a view share the `dispatch` of its class."""
+    if getattr(function, "__name__", "") != "dispatch":
         return title, ""
-    if name == "dispatch":
-        view = getattr(_without_partial(function), "__self__", args[0] if args else function)
-        title = f"{type(view).__qualname__}.dispatch"
-    return title, ". If only some of its methods have it, decorate those"
+    view = getattr(_without_partial(function), "__self__", args[0] if args else function)
+    return f"{type(view).__qualname__}.dispatch", ". If only some of its methods have it, decorate those"
 
 
 class _NotInData(LookupError):
@@ -251,7 +249,7 @@ def _follow(value: Any, path: list[str]) -> Any:
     for key in path:
         if isinstance(value, Mapping) and key in value:
             value = value[key]
-        elif isinstance(value, Mapping | list | str | int | float | None):
+        elif isinstance(value, Mapping) or type(value) in _JSON_TYPES:
             raise _NotInData(".".join(path))
         else:
             value = getattr(value, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from decimal import Decimal
 from types import SimpleNamespace
@@ -186,6 +187,16 @@ def test_data_of_a_client_without_the_key_is_no_key(data):
     assert name(SimpleNamespace(data={"order": {"id": 7}})) == "order:7"
     with pytest.raises(NoSuchKey, match=r"the request has no data\.order\.id"):
         name(SimpleNamespace(data=data))
+
+
+def test_attribute_of_a_value_that_is_a_text_too_is_found():
+    class Queue(enum.StrEnum):
+        MAILS = "mails"
+
+    def send(queue):
+        pass
+
+    assert name_of(send, "queue", "queue.value")(Queue.MAILS) == "queue:mails"
 
 
 def test_function_that_does_not_show_its_arguments_is_named_with_what_to_do():

@@ -901,9 +901,7 @@ def test_route_without_the_argument_of_its_class_is_named_with_what_to_do(make_d
         def list(self, request):
             return Response([])
 
-    with pytest.raises(
-        TypeError, match=r"Shelves\.(as_view|dispatch) was called without an argument 'pk'.* decorate those$"
-    ):
+    with pytest.raises(TypeError, match=r"Shelves\.dispatch was called without an argument 'pk'.* decorate those$"):
         Shelves.as_view({"get": "list"})(RequestFactory().get("/"))
 
 
@@ -1263,26 +1261,50 @@ def names_here():
     return " ".join(each.held.name for each in current())
 
 
-def setup_tells(view, request, *args, **kwargs):
-    """What every `setup` of the classes below does."""
+def setup(view, request, *args, **kwargs):
+    """What a view may do before `dispatch()`."""
     View.setup(view, request, *args, **kwargs)
-    said.append(f"setup under {names_here()}")
+    said.append(f"setup under {names_here()!r}")
 
 
-@pytest.mark.parametrize("base", [View, APIView])
-def test_what_setup_reads_is_read_under_the_lock_of_the_class(make_default, base):
+def get(view, request, pk):
+    return HttpResponse(names_here())
+
+
+def own_setup(base):
+    return type("Ship", (base,), {"setup": setup, "get": get})
+
+
+def subclass(base):
+    return type("Ship", (locked("order", pk)(type("Parent", (base,), {})),), {"setup": setup, "get": get})
+
+
+@pytest.mark.parametrize("base", [View, APIView, DetailView])
+@pytest.mark.parametrize("make", [lambda base: locked("order", pk)(own_setup(base)), subclass])
+def test_setup_of_a_locked_class_is_refused_because_it_runs_before_the_lock(make_default, base, make):
     make_default("default", atomic_requests=False)
-    own = type("Own", (base,), {"setup": setup_tells, "get": lambda view, request, pk: HttpResponse()})
-    heir = type("Heir", (locked("order", pk)(type("Parent", (base,), {})),), {"setup": setup_tells, "get": own.get})
-    for view in (locked("order", pk)(own), heir):
-        assert view.as_view()(RequestFactory().get("/"), pk=7).status_code == 200
-    assert [each for each in said if "setup" in each] == ["setup under order:7"] * 2
+    with pytest.raises(TypeError, match=r"Ship\.setup\(\) runs before that and may read what is locked"):
+        make(base).as_view()(RequestFactory().get("/"), pk=7)
 
 
-@pytest.mark.parametrize("part", ["self.kwargs.pk", lambda view, request, pk: pk])
-def test_class_whose_lock_is_named_by_the_view_may_have_no_setup_of_its_own(make_default, part):
+def test_setup_that_reads_nothing_of_the_kind_goes_with_a_lock_of_the_method(make_default):
     make_default("default", atomic_requests=False)
-    view = locked("order", part)(type("Ship", (View,), {"get": lambda view, request, pk: HttpResponse(names_here())}))
+    view = method_decorator(locked("order", pk), name="dispatch")(own_setup(View))
     assert view.as_view()(RequestFactory().get("/"), pk=7).content == b"order:7"
-    with pytest.raises(TypeError, match=r"setup\(\) runs before it and may read what is locked"):
-        type("Heir", (view,), {"setup": setup_tells}).as_view()
+    assert "setup under ''" in said
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        lambda view: locked("order", pk)(locked("customer", pk)(view)),
+        lambda view: locked("order", pk)(type("Heir", (locked("customer", pk)(view),), {})),
+        lambda view: locked("order", pk)(method_decorator(locked("customer", pk), name="dispatch")(view)),
+        lambda view: locked("order", pk)(locked("customer", lambda view, request, pk: pk)(view)),
+        lambda view: method_decorator(locked("order", pk), name="dispatch")(locked("customer", pk)(view)),
+    ],
+)
+def test_locks_that_are_stacked_on_a_class_are_all_held(make_default, stack):
+    make_default("default", atomic_requests=False)
+    view = stack(type("Ship", (View,), {"get": get}))
+    assert set(view.as_view()(RequestFactory().get("/"), pk=7).content.split()) == {b"order:7", b"customer:7"}

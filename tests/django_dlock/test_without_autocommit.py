@@ -1,12 +1,22 @@
 """Without autocommit a transaction begins with the first statement: a block may go on in further transactions."""
 
+import contextlib
+
 import pytest
 from django.db import transaction
 from django.test import override_settings
 
 from django_dlock import lock, locked
 from django_dlock.errors import LeaseLost
+from django_dlock.models import Fence
+from dlock_core.backend import Released
+from dlock_core.leases.lease import LeaseState
 from tests.django_dlock.sessions import add, committed
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
 
 HELD, RELEASED = ["acquired order:42"], ["acquired order:42", "released order:42"]
 
@@ -71,11 +81,59 @@ def test_each_transaction_of_a_block_is_refused_once_a_newer_holder_was_admitted
     assert committed(manual) == {"first"}
 
 
+def test_refused_block_leaves_the_connection_usable(store, manual):
+    with pytest.raises(LeaseLost), lock("order", 42, using=manual) as lease:
+        add(manual, "first")
+        transaction.commit(using=manual)
+        lease._held.until = 0.0  # as after a pause
+        with transaction.atomic(using=manual):
+            add(manual, "second")
+    transaction.rollback(using=manual)
+    add(manual, "third")
+    transaction.commit(using=manual)
+    assert committed(manual) == {"first", "third"}
+
+
+def test_savepoint_that_is_the_first_statement_is_admitted_again_after_its_rollback(store, manual):
+    with lock("order", 42, using=manual) as lease:
+        for number in range(2):
+            with pytest.raises(Sorry), transaction.atomic(using=manual):
+                add(manual, "undone")
+                raise Sorry
+            add(manual, str(number))
+            transaction.commit(using=manual)
+        assert Fence.objects.using(manual).get(name="order:42").token == lease.token
+        transaction.rollback(using=manual)
+    assert committed(manual) == {"0", "1"}
+
+
+def test_block_that_is_left_with_an_error_in_a_later_transaction_is_still_renewed(store, manual):
+    held = None
+    with pytest.raises(Sorry), lock("order", 42, using=manual) as lease:
+        held = lease._held
+        transaction.commit(using=manual)
+        add(manual, "second")
+        raise Sorry
+    assert held.state is LeaseState.HELD
+    transaction.commit(using=manual)
+    assert held.ended is Released.RELEASED
+
+
 def test_what_acquire_returned_ends_with_its_transaction(store, manual, journal):
     lock("order", 42, using=manual).acquire()
     add(manual, "first")
     transaction.commit(using=manual)
     assert journal == RELEASED
+
+
+def test_block_that_outlives_its_atomic_does_not_refuse_what_follows(store, database):
+    done = []
+    with contextlib.ExitStack() as stack, transaction.atomic(using=database):
+        transaction.on_commit(lambda: done.append(committed(database)), using=database)
+        stack.enter_context(lock("order", 42, using=database))
+        add(database, "shipped")
+        transaction.on_commit(lambda: done.append(list(Fence.objects.using(database).all())), using=database)
+    assert len(done) == 2
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
