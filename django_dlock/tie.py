@@ -32,6 +32,7 @@ from dlock_core.sql.statement_kinds import (
     surely_reads,
 )
 from dlock_core.transactions.tie import TieState
+from dlock_core.transactions.tied_lease import is_in_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +66,7 @@ class TiedDatabases:
         self._here = here
         """This thread's connections, if the acquire has looked them up."""
         self.is_aborted = False
-        """Whether its block ended with an error: code that still runs in a thread must not begin another
-        transaction."""
+        """Whether its block ended with an error: threads that still run must not begin another transaction."""
         self.ownership = Ownership(tie)
         self._thread = this_thread()
         """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
@@ -125,7 +125,7 @@ class TiedDatabases:
         Without autocommit a block may go on in further transactions: it holds the lease to its end.
         """
         transaction = self._around or transaction
-        if transaction is None or (transaction.is_manual and handle.in_block and self._around is None):
+        if transaction is None or (transaction.is_manual and is_in_block(handle) and self._around is None):
             return
         if transaction in self.tie.open:
             self.tie.bind_to(transaction, handle)
@@ -191,7 +191,7 @@ class TiedDatabases:
 
     def _settled(self, transaction: Transaction) -> None:
         if (handle := self._bound.get(transaction)) is not None:  # which the transaction's end has released
-            if handle.in_block and transaction.is_manual:
+            if is_in_block(handle) and transaction.is_manual:
                 self._block_beyond = ref(handle)
             else:
                 self.note_detached(BLOCKING, handle)
@@ -375,7 +375,7 @@ class TiedDatabases:
             raise as_database_error(error) from None
 
     def _refuse_beyond(self, connection: BaseDatabaseWrapper) -> None:
-        if connection.alias in self.gate.forms and (handle := self._block_beyond()) is not None and handle.in_block:
+        if connection.alias in self.gate.forms and is_in_block(self._block_beyond()):
             self._refuse_lost()
 
     def _refuse_unfenced(self, connection: BaseDatabaseWrapper) -> None:

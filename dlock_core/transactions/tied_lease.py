@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlock_core.transactions.fencing import FenceForm
     from dlock_core.transactions.tie import Tie
 
-__all__ = ["Tied", "TiedLease", "TiedLeases", "reraise"]
+__all__ = ["Tied", "TiedLease", "TiedLeases", "is_in_block", "reraise"]
 
 
 class Tied(Protocol):
@@ -65,12 +65,12 @@ class Tied(Protocol):
 class TiedLease(LeaseView):
     """A handle of a tied lease, for sync and async code, Django and SQLAlchemy."""
 
-    __slots__ = ("__weakref__", "_tied", "in_block")
+    __slots__ = ("__weakref__", "_in_block", "_tied")
 
     def __init__(self, tied: Tied) -> None:
         self._held = tied.tie.held
         self._tied = tied
-        self.in_block = False
+        self._in_block = False
         """Whether a block that has not ended holds it."""
 
     def __del__(self) -> None:
@@ -120,7 +120,7 @@ class TiedLease(LeaseView):
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
         """End the `with` block; raises LeaseLost if its body ended without an error but only looked protected."""
-        self.in_block = False
+        self._in_block = False
         if error is not None:
             self._tied.begin_failed_exit(runtime, self)
         try:
@@ -151,6 +151,11 @@ class TiedLeases(Leases[MemberLease]):
 
 async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseException | None, trace: object) -> None:
     await lease._leave_block(runtime, error)  # noqa: SLF001 - called by `Blocks`, never by the lease's user
+
+
+def is_in_block(handle: TiedLease | None) -> bool:
+    """Return whether a block that has not ended holds a lease; False for none."""
+    return handle is not None and handle._in_block  # noqa: SLF001 - the user of a lease is not to see it
 
 
 def reraise(error: DLockError, own_error: Callable[[DLockError], DLockError]) -> Never:

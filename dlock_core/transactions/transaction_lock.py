@@ -271,7 +271,7 @@ class LockAcquire:
         """Create the caller's handle, and return the tie that it belongs to."""
         tied: Any = self.tied
         self.lease = self.lease_type(tied)
-        self.lease.in_block = self.for_block
+        self.lease._in_block = self.for_block  # noqa: SLF001 - the user of a lease is not to see it
         tied.tie.attach(self.lease)  # Only now, when `detach` can find it.
         return tied.tie  # type: ignore[no-any-return]
 

@@ -347,3 +347,46 @@ def test_question_to_the_database_is_no_name(part):
     for kind in ("counter", Code):
         with pytest.raises(TypeError, match="is a database expression"):
             name(kind, part)
+
+
+class ZonedUtc(TypeDecorator[datetime]):
+    """Stores a time with a zone as one in UTC, without a zone except on PostgreSQL, as many applications do."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        value = value.astimezone(UTC)
+        return value if dialect.name == "postgresql" else value.replace(tzinfo=None)
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return value if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+@pytest.mark.parametrize("kind", [DateTime(timezone=True), ZonedUtc()], ids=["plain", "decorated"])
+@pytest.mark.parametrize(
+    ("database", "zone"),
+    [("sqlite", ""), ("postgresql", ""), ("postgresql", "-ctimezone%3DAsia/Tokyo"), ("mariadb", "")],
+)
+def test_loaded_instance_whose_key_is_a_time_names_the_lock_of_that_time(make_engine, database, zone, kind):
+    mapped = with_key(kind)
+    engine = make_engine(database)
+    if zone:
+        engine = create_engine(engine.url.update_query_dict({"options": zone.replace("%3D", "=")}))
+    mapped.metadata.create_all(engine)
+    try:
+        with Session(engine) as session:
+            session.add(mapped(id=NOON))
+            session.commit()
+            (row,) = session.scalars(select(mapped))
+            row = session.get_one(mapped, row.id)
+            assert lock(session, mapped, row).name == lock(session, mapped, NOON).name
+    finally:
+        mapped.metadata.drop_all(engine)
+        engine.dispose()
+
+
+@pytest.mark.parametrize("text", ["1:00:00", "3600", "1 hour", "PT1H"])
+def test_text_is_no_key_of_an_interval(text):
+    with pytest.raises(NoSuchKey):
+        name(with_key(Interval), text)
