@@ -77,7 +77,7 @@ def comment(holder: str) -> str:
     return f"/* dlock:{holder[:8]} */ "
 
 
-_PARAMETER: Final = re.compile(r"(?<!:):(\w+)")
+_PARAMETER: Final = re.compile(r"(?<!:):([A-Za-z_]\w*)")
 
 
 @lru_cache(maxsize=256)

@@ -31,8 +31,8 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def backend(url: str) -> Iterator[ZooKeeperBackend]:
-    """Its session is longer than any ttl that the suite relies on."""
-    backend = ZooKeeperBackend.from_url(url, timeout=20.0, session=60.0)
+    """Its session is longer than any ttl that the suite relies on; another member is tried within a lock's wait."""
+    backend = ZooKeeperBackend.from_url(url, timeout=6.0, session=60.0)
     yield backend
     assert left_over(url) == []
     backend.close()

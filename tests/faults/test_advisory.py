@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from sqlalchemy.pool import NullPool
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.backends.advisory.labels import key_of, word_of
+from dlock_core.backends.sql.connection import SocketKey, leave_to_parent
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
@@ -408,6 +411,16 @@ def test_child_that_ends_like_a_program_ends_no_session_of_its_parent(request, d
     words = [sys.executable, "-c", PRELUDE + program + END, URLS[driver], "yes" if driver in ASYNC else ""]
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN)
     assert told.stdout == "RELEASED\n", told.stderr
+
+
+def test_socket_is_left_to_the_parent_only_if_its_number_is_not_another_files_by_now():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        key = SocketKey(ours.fileno(), os.fstat(ours.fileno()).st_ino)
+        leave_to_parent(key._replace(inode=key.inode + 1))
+        assert stat.S_ISSOCK(os.fstat(key.number).st_mode)
+        leave_to_parent(key)
+        assert stat.S_ISCHR(os.fstat(key.number).st_mode)  # the null device
 
 
 @both

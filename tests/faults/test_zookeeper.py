@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -109,22 +108,6 @@ def test_connection_that_breaks_at_once_is_waited_for_again(server: Server, pref
         server.start()
         assert acquire.result().release() is Released.RELEASED
     backend.close()
-
-
-def test_members_that_accept_a_connection_and_are_silent_leave_time_for_the_others(
-    server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kazoo.protocol.connection.random.shuffle", lambda hosts: hosts.sort(key=is_heard))
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        silent = [each.getsockname()[1] for each in (a, b)]
-        hosts = ",".join(f"127.0.0.1:{port}" for port in (*silent, server.port))
-
-        def is_heard(host: tuple[str, str, int]) -> bool:
-            return host[2] not in silent
-
-        backend = ZooKeeperBackend.from_url(f"zookeeper://{hosts}", prefix=prefix, timeout=6.0)
-        assert Lock(backend, "order:42", wait=0).acquire().release() is Released.RELEASED
-        backend.close()
 
 
 def warm_up(harness: Harness) -> None:

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from dlock_core.errors import format_seconds
 from dlock_core.runtime import clock
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["DEADLINES", "Connection", "Connector", "Deadlines", "leave_to_parent", "shut_socket", "socket_of"]
+__all__ = [
+    "DEADLINES",
+    "Connection",
+    "Connector",
+    "Deadlines",
+    "SocketKey",
+    "leave_to_parent",
+    "shut_socket",
+    "socket_key",
+    "socket_of",
+]
 
 T = TypeVar("T")
 
@@ -145,13 +155,29 @@ def shut_socket(number: int) -> None:
         connected.shutdown(socket.SHUT_RDWR)
 
 
-def leave_to_parent(driver: Any) -> None:
+class SocketKey(NamedTuple):
+    """A socket, recognized although its number may be another file's by now."""
+
+    number: int
+    inode: int
+
+
+def socket_key(driver: Any) -> SocketKey | None:
+    """Return the socket of a driver's connection that has just been opened, None if it exposes none."""
+    number = socket_of(driver)
+    return SocketKey(number, os.fstat(number).st_ino) if number >= 0 else None
+
+
+def leave_to_parent(key: SocketKey) -> None:
     """In a forked child: keep a driver from ending the parent's session when the child's copy is deallocated.
 
     mysqlclient says goodbye to the server then, also at the end of the process. The other drivers only do so in the
     process that connected.
     """
-    if type(driver).__module__.startswith("MySQLdb") and (number := socket_of(driver)) >= 0:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+    with suppress(OSError):
+        if os.fstat(key.number).st_ino == key.inode:
+            os.close(key.number)  # Now one descriptor is free, even if the process had used up all of them.
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != key.number:
+                os.dup2(nowhere, key.number)
+                os.close(nowhere)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from dlock_core.backends.idle import IdlePool, inherited
-from dlock_core.backends.sql.connection import DEADLINES, leave_to_parent
+from dlock_core.backends.sql.connection import DEADLINES, leave_to_parent, socket_key
 from dlock_core.errors import BackendUnavailable
 from dlock_core.options import check_seconds
 from dlock_core.owner import printable
@@ -19,7 +19,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from dlock_core.backends.sql.connection import Connection, Connector
+    from dlock_core.backends.sql.connection import Connection, Connector, SocketKey
     from dlock_core.runtime import Runtime
 
 __all__ = ["DedicatedConnection", "Pool"]
@@ -44,7 +44,8 @@ class Pool:
         check_seconds("timeout", timeout)
         self.connector, self.timeout = connector, timeout
         self.idle: IdlePool[Connection] = IdlePool(methodcaller("close"), MAX_IDLE_CONNECTIONS, is_inherited=True)
-        self._opened: WeakSet[Connection] = WeakSet()
+        self._sockets: WeakKeyDictionary[Connection, SocketKey] = WeakKeyDictionary()
+        """Of the connections to MariaDB and MySQL."""
         after_fork_in_child(self._after_fork)
 
     def step(
@@ -105,15 +106,16 @@ class Pool:
             connection = self.connector.connect(self.timeout)
         except Exception as error:  # noqa: BLE001 - it is raised again
             self.fail(name, error)
-        self._opened.add(connection)
         if connection.vendor in {"mariadb", "mysql"}:
+            if (key := socket_key(connection.driver)) is not None:
+                self._sockets[connection] = key
             wait = _MYSQL % max(1, int(self.timeout * 0.8))
             self._settle(name, connection, wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         return connection
 
     def _after_fork(self) -> None:
-        for connection in list(self._opened):
-            leave_to_parent(connection.driver)
+        for key in list(self._sockets.values()):
+            leave_to_parent(key)
 
     def _open_for_steps(self, name: str) -> Connection:
         connection = self.open(name)

@@ -45,8 +45,6 @@ __all__ = ["NotSent", "ZooKeeperSession", "checked"]
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
 _WRITES: Final = (Create2, SetData, Delete)
-MIN_MEMBER_LIMIT_S: Final = 1.0
-"""The shortest limit for one member, if there are several, unless the limit for all of them is shorter."""
 _RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.25}
 
 
@@ -190,7 +188,7 @@ class ZooKeeperSession:
         client = KazooClient(
             hosts=self._address.hosts,
             timeout=self._length,
-            handler=Handler(self._member_limit()),
+            handler=Handler(self._timeout),
             connection_retry=dict(_RETRY),
             auth_data=[("digest", credential)] if credential else None,
             logger=quiet,
@@ -200,10 +198,6 @@ class ZooKeeperSession:
         self._cut = math.inf
         client.start_async()
         return client
-
-    def _member_limit(self) -> float:
-        """Return the limit for one member to connect and to answer: a silent one must leave time for the others."""
-        return max(self._timeout / (self._address.hosts.count(",") + 1), min(self._timeout, MIN_MEMBER_LIMIT_S))
 
     def _noting(self, client: Any) -> Callable[..., tuple[float, float]]:
         # kazoo notifies its listeners of the connection, but not of the session length that the servers granted. Its
