@@ -25,7 +25,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
-from dlock_core.backends.advisory import session
+from dlock_core.backends.advisory import mysql, session
 from dlock_core.backends.advisory.labels import key_of, word_of
 from dlock_core.backends.sql.connection import SocketKey, leave_to_parent
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
@@ -304,6 +304,23 @@ def test_holder_whose_session_cannot_be_ended_is_not_told_that_another_has_the_l
     monkeypatch.setattr(type(through._server), "end", fail)
     monkeypatch.setattr(through._server, "is_held", store._server.is_held)  # over connections that work
     assert lease.release() is Released.EXPIRED
+
+
+@pytest.mark.parametrize("store", ["mysqldb", "pymysql"], indirect=True)
+def test_lock_that_is_released_while_it_is_forced_costs_no_other_lock_its_session(store, monkeypatch):
+    lease, taken, waiting = Lock(store, NAME).acquire(), [], mysql._waiting
+
+    def meanwhile(connection: Any) -> Any:
+        """Stand between the look at the holder and its end."""
+        if not taken:
+            lease.release()
+            taken.append(Lock(store, "order:43").acquire())
+        return waiting(connection)
+
+    monkeypatch.setattr(mysql, "_waiting", meanwhile)
+    run(store.force_release(BLOCKING, NAME, lease.token))
+    taken[0].renew()
+    assert taken[0].release() is Released.RELEASED
 
 
 @pytest.mark.parametrize("store", ["mysqldb", "pymysql"], indirect=True)

@@ -55,6 +55,8 @@ class LockConnection:
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as last configured."""
         self.is_fresh = True
+        self.is_reusable = True
+        """Whether it may serve another lock after this one; not if its session is about to be ended."""
         self.had_ended = False
         """Whether the server had ended it before the last call of `note_end`."""
         self._in_use: dict[str, object] = {}
@@ -161,7 +163,9 @@ class LockConnections:
 
     def keep(self, connection: LockConnection) -> None:
         """Take back a connection that holds no lock."""
-        if connection.is_open:
+        if not connection.is_reusable:
+            connection.close()
+        elif connection.is_open:
             connection.is_fresh = False
             self._idle.put(connection)
 

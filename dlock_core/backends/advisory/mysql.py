@@ -92,9 +92,14 @@ class MySQL:
             # All on one connection: a server that takes over meanwhile may have given the number to another session.
             ((number, holder),) = connection.execute(_OF_SESSION, words)
             found = number is not None and number in {holder, *(row[0] for row in _waiting(connection))}
-            if found:
+            if not found:
+                return False
+            try:
                 connection.execute(f"KILL {number:d}")
-            return found
+            except self._pool.connector.errors:
+                if connection.execute(_OF_SESSION, words)[0][0] is not None:  # It has not ended by itself meanwhile.
+                    raise
+            return True
 
         if not await self._pool.step(runtime, name, kill):
             return False
@@ -139,6 +144,8 @@ class MySQL:
                 f"its token: end that session with KILL {number}, if it is the right one",
                 name=name,
             )
+        if reservation is not None:  # First, so that after a release meanwhile no other lock is on this connection.
+            reservation.connection.is_reusable = False
         if reservation is None or reservation.token != token:
             return False
         return await self.end(runtime, name, reservation.connection.session)
