@@ -137,11 +137,7 @@ def _refuse_setup(view: Any) -> None:
 
 
 def _locked_function(
-    function: Callable[..., Any],
-    parts: tuple[Any, ...],
-    options: dict[str, Any],
-    *,
-    is_async: bool = False,
+    function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     LATE_WORK.refuse_function(function)
     make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which use Lock's options
