@@ -134,10 +134,21 @@ class ConnectionTracker:
         for hook in self.hooks:
             with self.suspended:
                 hook(self.connection, sql, is_inside)
-        if transaction is not None and transaction.is_manual and sql.startswith("SAVEPOINT"):
-            return  # Refused, it would leave Django in the middle of `atomic()`; the next statement is admitted.
-        for lease in leases:
-            lease.before_statement(self, transaction, sql)
+        try:
+            for lease in leases:
+                lease.before_statement(self, transaction, sql)
+        except BaseException:
+            self._undo_begun_block(sql)
+            raise
+
+    def _undo_begun_block(self, sql: str) -> None:
+        """Undo what Django has recorded of an outermost `atomic()` whose savepoint is refused.
+
+        Without autocommit it is a savepoint, which Django expects to succeed: it would take itself to be in the block.
+        """
+        connection = self.connection
+        if sql.startswith("SAVEPOINT") and not connection.commit_on_exit and not connection.savepoint_ids:
+            connection.in_atomic_block = False
 
     def _may_take_snapshot(self, sql: str) -> bool:
         if self.suspended.depth and self.connection.vendor == "mysql":

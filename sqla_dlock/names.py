@@ -126,10 +126,12 @@ def _in_utc(kind: TypeEngine[Any], value: Any, state: InstanceState[Any]) -> Any
     """Return a time of an instance as its row has it: only PostgreSQL keeps, or converts, the zone of a time."""
     if isinstance(kind, TypeDecorator) or not isinstance(value, datetime) or not getattr(kind, "timezone", False):
         return value
-    keeps_zone = False
+    bind = None
     with suppress(UnboundExecutionError):
-        keeps_zone = state.session is not None and state.session.get_bind(state.mapper).dialect.name == "postgresql"
-    if keeps_zone:
+        bind = state.session.get_bind(state.mapper) if state.session is not None else None
+    if bind is None:
+        return value  # It is not known where it comes from.
+    if bind.dialect.name == "postgresql":
         return value if value.tzinfo is None else value.astimezone(UTC)
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value
 
@@ -263,9 +265,9 @@ def _there_and_back(kind: TypeDecorator[Any], value: Any) -> Any:
     """
     own, implementing = type(kind), kind.load_dialect_impl(_DIALECT)
     if own.process_bind_param is not TypeDecorator.process_bind_param:
-        value = kind.process_bind_param(value, _DIALECT)
-        if isinstance(value, datetime):  # Whether it has a zone, and which, is decided by the application.
-            return value
+        given, value = value, kind.process_bind_param(value, _DIALECT)
+        if isinstance(value, datetime) and value.tzinfo is None and getattr(given, "tzinfo", None) is not None:
+            return value  # The application has converted it.
     value = _converter(implementing)(value)
     if own.process_result_value is not TypeDecorator.process_result_value:
         value = kind.process_result_value(_as_read(implementing, value), _DIALECT)

@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 from django.test import override_settings
 
 from django_dlock import lock, locked
@@ -105,6 +105,31 @@ def test_savepoint_that_is_the_first_statement_is_admitted_again_after_its_rollb
         assert Fence.objects.using(manual).get(name="order:42").token == lease.token
         transaction.rollback(using=manual)
     assert committed(manual) == {"0", "1"}
+
+
+def test_atomic_that_comes_first_in_a_later_transaction_of_a_block_is_part_of_that_transaction(store, manual):
+    """SQLite would otherwise take its savepoint for a transaction, and commit it at its end."""
+    with lock("order", 42, using=manual):
+        for end in (transaction.commit, transaction.rollback):
+            with transaction.atomic(using=manual):
+                add(manual, end.__name__)
+            assert end.__name__ not in committed(manual)
+            end(using=manual)
+    assert committed(manual) == {"commit"}
+
+
+@pytest.mark.parametrize("fence", [True, "lease", False])
+def test_savepoint_with_another_statement_behind_it_is_refused_as_well(store, manual, fence):
+    if connections[manual].vendor != "postgresql":
+        pytest.skip("one statement at a time")
+    with pytest.raises(LeaseLost), lock("order", 42, using=manual, fence=fence) as lease:
+        add(manual, "first")
+        transaction.commit(using=manual)
+        lease._held.until = 0.0  # as after a pause
+        with connections[manual].cursor() as cursor:
+            cursor.execute("SAVEPOINT a; SELECT 1")
+    transaction.rollback(using=manual)
+    assert not connections[manual].in_atomic_block
 
 
 def test_block_that_is_left_with_an_error_in_a_later_transaction_is_still_renewed(store, manual):

@@ -1,7 +1,7 @@
 """Mapped classes in a lock's name: every spelling of a key is one lock, and what cannot be a key is no row."""
 
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, StrEnum
 from typing import Any
@@ -384,6 +384,36 @@ def test_loaded_instance_whose_key_is_a_time_names_the_lock_of_that_time(make_en
     finally:
         mapped.metadata.drop_all(engine)
         engine.dispose()
+
+
+class Checked(TypeDecorator[datetime]):
+    """Passes on what it gets, as a type does that only validates."""
+
+    impl = DateTime
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (Checked(), NOON),
+        (Checked(timezone=True), NOON.replace(tzinfo=None)),
+        (Checked(timezone=True), NOON.astimezone(timezone(timedelta(hours=2)))),
+        (ZonedUtc(), NOON.replace(tzinfo=None)),
+    ],
+)
+def test_type_that_leaves_a_zone_as_it_is_does_not_make_it_known(kind, key):
+    with pytest.raises(NoSuchKey, match=r"time zone|in UTC"):
+        name(with_key(kind), key)
+
+
+def test_detached_instance_with_a_time_without_its_zone_is_no_key():
+    mapped = with_key(DateTime(timezone=True))
+    with pytest.raises(NoSuchKey, match="in UTC"):
+        name(mapped, mapped(id=NOON.replace(tzinfo=None)))
 
 
 @pytest.mark.parametrize("text", ["1:00:00", "3600", "1 hour", "PT1H"])
