@@ -479,6 +479,21 @@ def test_sessions_that_do_not_answer_cost_no_other_its_lease(store):
         lease.release()
 
 
+@both
+def test_leases_are_renewed_where_no_more_threads_can_be_started(store, monkeypatch):
+    leases = [Lock(store, name, ttl=9.0, renew=False).acquire() for name in ("a", "b")]
+    renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        assert run(store.renew(BLOCKING, renewals)) == [9.0, 9.0]
+    for lease in leases:
+        lease.release()
+
+
 @pytest.mark.parametrize(("fault", "is_asked_again"), [("deaf", False), ("cut", True)])
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is_asked_again):

@@ -99,7 +99,11 @@ class SessionBackend:
 
         signals = [runtime.signal() for _ in renewals]
         for index, done in enumerate(signals):
-            runtime.run_in_background(prove(index, done))
+            proof = prove(index, done)
+            try:
+                runtime.run_in_background(proof)
+            except RuntimeError:  # There can be no more threads.
+                await proof
             await runtime.wait(done, SILENT_AFTER_S)
         until = runtime.now() + limit
         for done in signals:
