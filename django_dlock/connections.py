@@ -9,17 +9,17 @@ from weakref import WeakSet
 
 from django.db import connections
 from django.db.backends.signals import connection_created
-from django.db.transaction import atomic, set_rollback
+from django.db.transaction import set_rollback
 from django.dispatch import receiver
 from django.http.response import HttpResponseBase
 
-from django_dlock.tracker import ConnectionTracker, has_open_transaction, tracker_for
+from django_dlock.atomic_blocks import has_open_transaction
+from django_dlock.tracker import ConnectionTracker, tracker_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.transaction import Atomic
 
     from django_dlock.transactions import Transaction
 
@@ -34,7 +34,6 @@ __all__ = [
     "on_rollback",
     "open_in_thread",
     "open_transaction",
-    "own_block",
     "restore_on_rollback",
     "roll_back_refusal",
 ]
@@ -114,21 +113,6 @@ def in_transaction(using: str = "default") -> bool:
     connection = connections[using]
     tracker: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
     return (tracker is not None and tracker.current is not None) or has_open_transaction(connection)
-
-
-def own_block(using: str) -> Atomic:
-    """Return `atomic()` for work of dlock's own, to be entered at once: its end never commits the caller's transaction.
-
-    With autocommit off, sqlite3 sends BEGIN only before the first write. Sent before that, the savepoint of `atomic()`
-    is the whole transaction to SQLite, and its RELEASE a COMMIT.
-    """
-    connection: Any = connections[using]
-    if connection.vendor == "sqlite" and not connection.in_atomic_block and not connection.get_autocommit():
-        driver = connection.connection  # No hook is called for this BEGIN, nor for the one that sqlite3 sends.
-        if not driver.in_transaction and getattr(driver, "autocommit", None) is not True:  # then COMMIT has no effect
-            with connection.wrap_database_errors:
-                driver.execute("BEGIN")
-    return atomic(using)
 
 
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:

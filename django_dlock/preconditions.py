@@ -16,8 +16,9 @@ from django.core.exceptions import ValidationError
 from django.db import connections, models, router
 from django.http import Http404, HttpResponseNotModified
 
+from django_dlock.atomic_blocks import own_block
 from django_dlock.comparisons import only_locked
-from django_dlock.connections import in_transaction, own_block, roll_back_refusal
+from django_dlock.connections import in_transaction, roll_back_refusal
 from django_dlock.errors import as_database_error
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import row_name

@@ -14,7 +14,8 @@ from django.db import models, router
 from django.db.models.fields.files import FieldFile
 from django.db.models.query_utils import DeferredAttribute
 
-from django_dlock.connections import own_block, restore_on_rollback
+from django_dlock.atomic_blocks import own_block
+from django_dlock.connections import restore_on_rollback
 from django_dlock.querysets import RowLock, RowLockOptions, RowLockQuerySet, row_name
 from django_dlock.refresh import fields_read
 from django_dlock.versioned_querysets import LockManager

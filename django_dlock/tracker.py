@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
 
+from django_dlock.atomic_blocks import NoSavepoint, anchor_of, has_open_transaction, undo_begun_block
 from django_dlock.transactions import Transaction, is_undone, text_of
 from dlock_core.flow import flow_variable
 from dlock_core.sql.driver_errors import is_plain_refusal, warn_unless_known
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     Step: TypeAlias = Callable[[], object]
     StatementHook: TypeAlias = Callable[[BaseDatabaseWrapper, str, bool], None]
 
-__all__ = ["ConnectionTracker", "has_open_transaction", "leases_of_context", "tracker_for", "wrap_statements"]
+__all__ = ["ConnectionTracker", "leases_of_context", "tracker_for", "wrap_statements"]
 
 logger = logging.getLogger("dlock")
 
@@ -55,12 +56,6 @@ _INTERCEPTED: Final = (
     "savepoint_commit",
     "savepoint_rollback",
 )
-
-
-class _NoSavepoint(str):
-    """Replaces Django's None for a block with savepoint=False: dlock sees its end, the database does not."""
-
-    __slots__ = ()
 
 
 class _Suspension:
@@ -138,17 +133,9 @@ class ConnectionTracker:
             for lease in leases:
                 lease.before_statement(self, transaction, sql)
         except BaseException:
-            self._undo_begun_block(sql)
+            if sql.startswith("SAVEPOINT"):
+                undo_begun_block(self.connection)
             raise
-
-    def _undo_begun_block(self, sql: str) -> None:
-        """Undo what Django has recorded of an outermost `atomic()` whose savepoint is refused.
-
-        Without autocommit it is a savepoint, which Django expects to succeed: it would take itself to be in the block.
-        """
-        connection = self.connection
-        if sql.startswith("SAVEPOINT") and not connection.commit_on_exit and not connection.savepoint_ids:
-            connection.in_atomic_block = False
 
     def _may_take_snapshot(self, sql: str) -> bool:
         if self.suspended.depth and self.connection.vendor == "mysql":
@@ -170,7 +157,7 @@ class ConnectionTracker:
             return None  # as `has_open_transaction` says
         if self.current is None and has_open_transaction(connection):
             is_manual = not (connection.in_atomic_block and connection.commit_on_exit)
-            self.current = Transaction(_anchor(connection), is_manual, driver=connection.connection)
+            self.current = Transaction(anchor_of(connection), is_manual, driver=connection.connection)
             self._settle_interrupted()
         return self.current
 
@@ -297,7 +284,7 @@ class ConnectionTracker:
             self._release(sid)
 
     def _release(self, sid: str) -> None:
-        if not isinstance(sid, _NoSavepoint):
+        if not isinstance(sid, NoSavepoint):
             self.django.savepoint_commit(sid)
         if self.current is not None and sid in self.current.undo:  # the statement was not seen, or none was sent
             self.current.note_release(sid)
@@ -305,7 +292,7 @@ class ConnectionTracker:
     def savepoint_rollback(self, sid: str) -> None:
         transaction = self.current if sid is not None else None  # None: Django has made no savepoint, and does nothing.
         try:
-            if isinstance(sid, _NoSavepoint):
+            if isinstance(sid, NoSavepoint):
                 self.connection.needs_rollback = True
             else:
                 self.django.savepoint_rollback(sid)
@@ -387,24 +374,3 @@ def wrap_statements(connection: BaseDatabaseWrapper, wrapper: Callable[..., Any]
         if wrapper not in connection.execute_wrappers:
             # Not at the end: execute_wrapper() removes the last one when its block is left.
             connection.execute_wrappers.insert(0, wrapper)
-
-
-def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Return Django's state; a test case's own blocks, always the outermost ones, do not count."""
-    blocks: list[Any] = connection.atomic_blocks
-    if blocks:
-        return not blocks[-1]._from_testcase and not connection.closed_in_transaction
-    if connection.connection is None:
-        return not connection.settings_dict["AUTOCOMMIT"]
-    return not connection.autocommit
-
-
-def _anchor(connection: BaseDatabaseWrapper) -> str | None:
-    blocks: list[Any] = connection.atomic_blocks
-    savepoints = connection.savepoint_ids
-    first = next((n for n, block in enumerate(blocks) if not block._from_testcase), 0)
-    if first == 0:
-        return None
-    index = first - (len(blocks) - len(savepoints))
-    savepoints[index] = savepoints[index] or _NoSavepoint("none")
-    return savepoints[index]

@@ -12,6 +12,7 @@ from django.db.models import F, Model, Q, Value
 from django.db.models.expressions import CombinedExpression
 from django.db.models.fields.proxy import OrderWrt
 
+from django_dlock.atomic_blocks import own_block
 from django_dlock.comparisons import (
     found_versions,
     has_parents,
@@ -21,7 +22,7 @@ from django_dlock.comparisons import (
     lock_versions,
     needs_lock,
 )
-from django_dlock.connections import own_block, restore_on_rollback
+from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.lazy import unwrapped
 from django_dlock.querysets import RowLockQuerySet

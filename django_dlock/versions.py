@@ -12,8 +12,9 @@ from django.db import DEFAULT_DB_ALIAS, connections, models, router
 from django.db.models.sql.where import AND
 
 from django_dlock import historical  # noqa: F401 - its receiver
+from django_dlock.atomic_blocks import own_block
 from django_dlock.comparisons import found_versions
-from django_dlock.connections import own_block, restore_on_rollback
+from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT

@@ -19,9 +19,9 @@ from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
 from django_dlock.acquire import no_lease_after
+from django_dlock.atomic_blocks import own_block
 from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.comparisons import lock_versions
-from django_dlock.connections import own_block
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, CheckedDeletion, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted

@@ -11,8 +11,8 @@ from django.views.generic import View
 from django.views.generic.detail import SingleObjectMixin
 from django.views.generic.edit import BaseFormView, DeletionMixin, FormMixin
 
+from django_dlock.atomic_blocks import own_block
 from django_dlock.bases import guard_override, guards, require_left_of
-from django_dlock.connections import own_block
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VersionedModelForm, versioned
 from django_dlock.lazy import unwrapped

@@ -58,6 +58,7 @@ PARTS: Final = {
             "django_dlock/acquire.py",
             "django_dlock/transactions.py",
             "django_dlock/connections.py",
+            "django_dlock/atomic_blocks.py",
             "django_dlock/tracker.py",
             "sqla_dlock/tie.py",
             "sqla_dlock/transactions.py",
