@@ -22,7 +22,7 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "AmbiguousKey", "Kind", "canonical", "join", "number_text", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "AmbiguousKey", "Kind", "canonical", "join", "plain_number", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
@@ -71,14 +71,14 @@ def are_plain(parts: Sequence[object]) -> bool:
     return bool(parts) and _EXACT_TYPES.issuperset(map(type, parts)) and "." not in str(parts[0])
 
 
-def number_text(text: str) -> str:
-    """Return the text of a number as it is; raises ValueError for one that only Python reads so, as "1_0" or "٤٢".
+def plain_number(value: Any) -> Any:
+    """Return a value that becomes a number; raises ValueError for a text that only Python reads so, as "1_0" or "٤٢".
 
     MariaDB takes "1_0" for 1: a lock of 10 would not protect that row.
     """
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(text)
-    return text
+    if isinstance(value, str) and not _NUMBER.fullmatch(value):
+        raise ValueError(value)
+    return value
 
 
 class AmbiguousKey(ValueError):

@@ -173,7 +173,7 @@ def _as_given(value: Any) -> Any:
 
 
 def _integer(value: Any) -> int:
-    found = int(names.number_text(value) if isinstance(value, str) else value)
+    found = int(names.plain_number(value))
     if not isinstance(value, str) and found != value:  # int() would turn 1.5 into the key of another row
         raise ValueError(value)
     return found
@@ -187,7 +187,7 @@ def _boolean(value: Any) -> int:
 
 
 def _decimal(value: Any) -> Decimal:
-    found = value if isinstance(value, Decimal) else Decimal(names.number_text(str(value)))
+    found = value if isinstance(value, Decimal) else Decimal(names.plain_number(str(value)))
     if not found.is_finite():
         raise ValueError(value)
     return found
@@ -195,7 +195,7 @@ def _decimal(value: Any) -> Decimal:
 
 def _float(value: Any) -> Decimal:
     """Return the shortest decimal number that the database stores as the same float."""
-    return _decimal(float(names.number_text(value) if isinstance(value, str) else value))
+    return _decimal(float(names.plain_number(value)))
 
 
 def _uuid(value: Any) -> UUID:

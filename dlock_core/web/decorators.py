@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NoSuchKey
 from dlock_core.late import LateWork, runs_later
-from dlock_core.names import join, number_text
+from dlock_core.names import join, plain_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +33,7 @@ LATE_WORK: Final = LateWork("@locked", "the call", "write `with lock(...)` insid
 """What `@locked` refuses."""
 
 _JSON_TYPES: Final = frozenset({str, int, float, bool, list, type(None)})
+"""The types of values in JSON, except for objects: they have no items and no attributes that name a lock."""
 _NUMBERS: Final = frozenset({int, float, Decimal})
 
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -69,7 +70,7 @@ class Argument:
         if value is None or self.kind is None or (isinstance(self.kind, type) and isinstance(value, self.kind)):
             return value
         try:
-            return self.kind(number_text(value) if self.kind in _NUMBERS and isinstance(value, str) else value)
+            return self.kind(plain_number(value) if self.kind in _NUMBERS else value)
         except (ValueError, ArithmeticError):
             raise NoSuchKey(label, key=value) from None
 
