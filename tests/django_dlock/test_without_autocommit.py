@@ -118,10 +118,9 @@ def test_atomic_that_comes_first_in_a_later_transaction_of_a_block_is_part_of_th
     assert committed(manual) == {"commit"}
 
 
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)  # the others take one statement at a time
 @pytest.mark.parametrize("fence", [True, "lease", False])
 def test_savepoint_with_another_statement_behind_it_is_refused_as_well(store, manual, fence):
-    if connections[manual].vendor != "postgresql":
-        pytest.skip("one statement at a time")
     with pytest.raises(LeaseLost), lock("order", 42, using=manual, fence=fence) as lease:
         add(manual, "first")
         transaction.commit(using=manual)

@@ -147,7 +147,8 @@ l.locktype = 'advisory' AND l.objsubid = 1
 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
 _OF_KEY: Final = f"{_OF_DATABASE} AND {_KEY} = CAST(:key AS bigint)"
 
-OURS: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"  # noqa: S608
+_HELD_HERE: Final = f"FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"
+OURS: Final = f"SELECT 1 {_HELD_HERE}"
 """A row if the current session holds the lock."""
 ANYBODY: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND {_OF_KEY}"  # noqa: S608
 """A row if the lock is held."""
@@ -189,10 +190,7 @@ UNLOCK: Final = {
     False: "SELECT pg_advisory_unlock(:key)",
     True: "SELECT pg_advisory_unlock_shared(:key)",
 }
-UNLOCK_IF_OURS: Final = {
-    shared: f"{unlock} FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"
-    for shared, unlock in UNLOCK.items()
-}
+UNLOCK_IF_OURS: Final = {shared: f"{unlock} {_HELD_HERE}" for shared, unlock in UNLOCK.items()}
 """The same without the warning in the server's log of a session that does not hold the lock."""
 
 
