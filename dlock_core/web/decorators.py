@@ -151,7 +151,7 @@ class NameTemplate:
             try:
                 value = find(args, kwargs)
             except _NotInData as error:
-                raise NoSuchKey(self._label, key=None, reason=f"the request has no {error.args[0]}") from None
+                raise NoSuchKey(self._label, key=None, reason=str(error)) from None
             if isinstance(value, str) and position in self._untyped:
                 self._warn_of_text(part, value, args, kwargs)
             return value if part.kind is None else part.converted(value, self._label)
@@ -248,10 +248,10 @@ class _NotInData(LookupError):
 
 def _follow(value: Any, path: list[str]) -> Any:
     for key in path:
-        if isinstance(value, Mapping) and key in value:
+        if isinstance(value, Mapping) and value.get(key) is not None:  # JSON's null is no value either.
             value = value[key]
         elif isinstance(value, Mapping) or type(value) in _JSON_TYPES:
-            raise _NotInData(".".join(path))
+            raise _NotInData(f"the request has no {'.'.join(path)}")
         else:
             value = getattr(value, key)
     return value

@@ -178,7 +178,9 @@ def test_argument_shows_its_name():
     assert (repr(Argument("order.pk")), Argument("order.pk").root) == ("order.pk", "order")
 
 
-@pytest.mark.parametrize("data", [{}, {"order": None}, {"order": 7}, {"order": {}}, [7], "order", 7, None])
+@pytest.mark.parametrize(
+    "data", [{}, {"order": None}, {"order": 7}, {"order": {}}, {"order": {"id": None}}, [7], "order", 7, None]
+)
 def test_data_of_a_client_without_the_key_is_no_key(data):
     def view(request):
         pass
