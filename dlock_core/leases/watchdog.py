@@ -1,5 +1,7 @@
 """The watchdog: one thread for each store renews all of its leases, in batches, after a third of their validity.
 
+Leases that have one connection each, as session locks have, are renewed in threads of their own.
+
 Work reaches it through dicts that are changed by atomic operations: there is no mutex on which a signal handler or a
 finalizer could deadlock.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, ref
@@ -15,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 from dlock_core.backend import Renewal, RenewalFailure
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases.lease import MOMENT_S, Bucket, valid_until
-from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.runtime import BLOCKING, Wakeup, clock, run, start_thread
 from dlock_core.scheduler import Scheduler, after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ TICKS_PER_S: Final = 32
 """Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
 MAX_BATCH: Final = 1000
 """Leases that are renewed by one request, at most."""
+SILENT_AFTER_S: Final = 0.05
+"""Seconds without an answer after which the renewal of a lease on another connection begins, at the latest."""
 
 
 class Watchdog:
@@ -70,14 +75,11 @@ class Watchdog:
         # early wake-up the bucket of a lease that was released at once is kept: the next such lease falls into it and
         # need not wake the thread again. After a full sleep empty buckets are removed, so that the thread can end.
         leases = self._take(clean=not self.scheduler.was_woken)
+        if leases and leases[0].backend.capabilities.expiry == "connection":
+            self._renew_each(leases)
+            return
         for start in range(0, len(leases), MAX_BATCH):
-            batch = leases[start : start + MAX_BATCH]
-            try:
-                self._renew(batch)
-            except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
-                call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
-                for held in batch:
-                    self._unknown(held, "its renewal failed")
+            self._renew(leases[start : start + MAX_BATCH])
 
     def _take(self, *, clean: bool = True) -> list[LeaseRecord]:
         """Remove and return the leases that are due; `clean` removes empty buckets as well."""
@@ -97,7 +99,39 @@ class Watchdog:
         """
         return held.renewal_tick == tick or held.request.holder not in self._due.get(held.renewal_tick, ())
 
+    def _renew_each(self, leases: list[LeaseRecord]) -> None:
+        """Renew leases that have one connection each, in threads: a silent one delays no other, now or later.
+
+        The next renewal begins when the one before has ended, or is late.
+        """
+        shortest = min(held.remaining() for held in leases)
+        pause = min(SILENT_AFTER_S, shortest / 4 / len(leases))  # so that all begin in time
+        for held in leases:
+            ended = Wakeup()
+            args = (held, ended)
+            try:
+                start_thread(threading.Thread(target=self._renew_alone, args=args, name="dlock-renewal", daemon=True))
+            except RuntimeError:  # There can be no more threads.
+                self._renew_alone(held, ended)
+            ended.wait(pause)
+
+    def _renew_alone(self, held: LeaseRecord, ended: Wakeup) -> None:
+        try:
+            self._renew([held])
+        finally:
+            ended.set()
+
     def _renew(self, leases: list[LeaseRecord]) -> None:
+        try:
+            if valid := self._valid(leases):
+                self._ask(valid)
+        except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
+            call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
+            for held in leases:
+                self._unknown(held, "its renewal failed")
+
+    def _valid(self, leases: list[LeaseRecord]) -> list[LeaseRecord]:
+        """Return the leases that are to be renewed; those that have run out are lost."""
         valid, now = [], leases[0].now()
         for held in leases:
             if held.is_to_be_renewed():
@@ -105,8 +139,7 @@ class Watchdog:
                     valid.append(held)
                 else:
                     held.lose()
-        if valid:
-            self._ask(valid)
+        return valid
 
     def _ask(self, leases: list[LeaseRecord]) -> None:
         sent, reason = clock(), "it could not be renewed in time"

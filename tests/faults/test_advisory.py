@@ -28,6 +28,7 @@ from dlock_core.backends.advisory import mysql, session
 from dlock_core.backends.advisory.labels import key_of, word_of
 from dlock_core.backends.sql.connection import SocketKey, leave_to_parent
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.leases import watchdog
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.options import LockOptions
@@ -464,37 +465,41 @@ def test_forked_child_leaves_its_parents_connections_alone(store, alias):
         assert lease.release() is Released.RELEASED
 
 
+@pytest.mark.parametrize("due_after_s", [0.0, 0.2])
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
-def test_sessions_that_do_not_answer_cost_no_other_its_lease(store):
-    *stuck, well = [Lock(store, name, ttl=9.0, renew=False).acquire() for name in ("a", "b", "c", "well")]
-    processes = [store._reservations[lease.holder].connection.session.number for lease in stuck]
-    for process in processes:
-        os.kill(process, signal.SIGSTOP)
+def test_sessions_that_do_not_answer_delay_the_renewal_of_no_other(store, due_after_s):
+    leases = [Lock(store, name, ttl=30.0).acquire() for name in ("a", "b", "c", "well")]
+    *stuck, well = [lease._held for lease in leases]
+    sessions = [store._reservations[held.request.holder].connection for held in stuck]
+    renewed, dog = well.until, watchdog._watchdogs[store]
+    for connection in sessions:
+        os.kill(connection.session.number, signal.SIGSTOP)
     try:
-        renewals = [Renewal(lease._held.request, lease._held.granted) for lease in (*stuck, well)]
-        assert run(store.renew(BLOCKING, renewals)) == [RenewalFailure.LOST] * 3 + [9.0]
-        well.renew()
+        dog.plan(0.0, *stuck)
+        dog.plan(due_after_s, well)
+        until(lambda: well.until > renewed)
+        assert all(connection.is_open for connection in sessions)  # Nobody has given them up yet.
     finally:
-        for process in processes:
-            os.kill(process, signal.SIGCONT)
-    assert well.release() is Released.RELEASED
-    for lease in stuck:
+        for connection in sessions:
+            os.kill(connection.session.number, signal.SIGCONT)
+    for lease in leases:
         lease.release()
 
 
 @both
 def test_leases_are_renewed_where_no_more_threads_can_be_started(store, monkeypatch):
-    leases = [Lock(store, name, ttl=9.0, renew=False).acquire() for name in ("a", "b")]
-    renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+    leases = [Lock(store, name, ttl=30.0).acquire() for name in ("a", "b")]
+    renewed = [lease._held.until for lease in leases]
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
-        assert run(store.renew(BLOCKING, renewals)) == [9.0, 9.0]
+        watchdog._watchdogs[store]._renew_each([lease._held for lease in leases])
+    assert all(lease._held.until > before for lease, before in zip(leases, renewed, strict=True))
     for lease in leases:
-        lease.release()
+        assert lease.release() is Released.RELEASED
 
 
 @pytest.mark.parametrize(("fault", "is_asked_again"), [("deaf", False), ("cut", True)])

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
     from dlock_core.backends.advisory.connections import ServerSession
     from dlock_core.backends.sql import Connection, Pool
-    from dlock_core.runtime import Runtime, Signal
+    from dlock_core.runtime import Runtime
 
 __all__ = ["MySQLSessionBackend", "SessionBackend"]
 
-SILENT_AFTER_S: Final = 0.05
-"""Seconds without an answer after which the renewal of another lease begins, too."""
 MAX_WAIT_S: Final = 60.0
 """Seconds after which a waiter leaves and re-enters the queue: a dead server may go unnoticed for this long."""
 MAX_TTL_S: Final = 2_147_483.0
@@ -85,30 +83,11 @@ class SessionBackend:
             await self._end(runtime, request, reservation)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Prove each connection, one after the other; one that is silent for a while is not waited for by the next."""
-        limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
-        if len(renewals) == 1:
-            return [await self._renew(runtime, _limited(renewals[0].request), limit)]
-        answers: dict[int, RenewalResult] = {}
-
-        async def prove(index: int, done: Signal) -> None:
-            try:
-                answers[index] = await self._renew(runtime, _limited(renewals[index].request), limit)
-            finally:
-                done.set()
-
-        signals = [runtime.signal() for _ in renewals]
-        for index, done in enumerate(signals):
-            proof = prove(index, done)
-            try:
-                runtime.run_in_background(proof)
-            except RuntimeError:  # There can be no more threads.
-                await proof
-            await runtime.wait(done, SILENT_AFTER_S)
-        until = runtime.now() + limit
-        for done in signals:
-            await runtime.wait(done, max(0.0, until - runtime.now()))
-        return [answers.get(index) or self._left(request) for index, (request, _) in enumerate(renewals)]
+        """Prove each connection, one after the other; the watchdog asks for each lease in a thread of its own."""
+        return [
+            await self._renew(runtime, _limited(request), min(self._pool.timeout, max(1.0, request.ttl / 3)))
+            for request, _ in renewals
+        ]
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         reservation = self._reservations.get(request.holder)
@@ -172,14 +151,6 @@ class SessionBackend:
         if renewed is RenewalFailure.UNKNOWN:
             raise BackendUnavailable(request.name, reason="the server refused to renew it")
         return Granted(reservation.token, request.ttl)
-
-    def _left(self, request: AcquireRequest) -> RenewalResult:
-        reservation = self._reservations.get(request.holder)
-        return (
-            RenewalFailure.LOST
-            if reservation is None or not reservation.connection.is_open
-            else max(0.0, reservation.until - clock()) or RenewalFailure.UNKNOWN
-        )
 
     async def _renew(self, runtime: Runtime, request: AcquireRequest, limit: float) -> RenewalResult:
         """Prove the connection; a failed one is closed. The release ends its session, or the server after a ttl.
