@@ -327,6 +327,47 @@ def test_lock_that_is_released_while_it_is_forced_costs_no_other_lock_its_sessio
     assert taken[0].release() is Released.RELEASED
 
 
+@pytest.mark.parametrize("store", ["psycopg", "psycopg2"], indirect=True)
+def test_session_of_another_process_that_has_released_a_forced_lock_keeps_its_next_one(store, alias, monkeypatch):
+    """It is found among all locks of the server, which takes time, and its end is another statement."""
+    holder, taken, step = made(alias, session=True), [], store._server._sessions._pool.step
+    lease = Lock(holder, NAME).acquire()
+
+    class Slow:
+        def __init__(self, connection: Any) -> None:
+            self._connection = connection
+
+        def execute(self, sql: str, params: Any) -> Any:
+            rows = self._connection.execute(sql, params)
+            if not taken and "pg_locks" in sql:
+                lease.release()
+                taken.append(Lock(holder, "order:43").acquire())
+            return rows
+
+    def slowly(runtime: Any, name: str, function: Any, limit: float | None = None) -> Any:
+        return step(runtime, name, lambda connection: function(Slow(connection)), limit)
+
+    monkeypatch.setattr(store._server._sessions._pool, "step", slowly)
+    run(store.force_release(BLOCKING, NAME, lease.token))
+    taken[0].renew()
+    assert taken[0].release() is Released.RELEASED
+    holder.close()
+
+
+@pytest.mark.parametrize("store", ["mysqldb", "pymysql"], indirect=True)
+def test_lock_that_is_granted_while_another_is_forced_is_not_that_of_another_process(store, monkeypatch):
+    granted, holder = [], store._server._holder
+
+    async def meanwhile(*args: Any) -> Any:
+        granted.append(Lock(store, NAME).acquire())
+        return await holder(*args)
+
+    monkeypatch.setattr(store._server, "_holder", meanwhile)
+    assert not run(store.force_release(BLOCKING, NAME, 1))
+    monkeypatch.undo()
+    assert granted[0].release() is Released.RELEASED
+
+
 @pytest.mark.parametrize("store", ["mysqldb", "pymysql"], indirect=True)
 def test_session_of_another_with_our_number_is_not_ours(store):
     """As after a restart of the server, or on one that took over."""

@@ -7,7 +7,7 @@ import math
 import select
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.sql import socket_of
@@ -156,6 +156,7 @@ class LockConnections:
         self._idle: IdlePool[LockConnection] = IdlePool(
             LockConnection.close, MAX_IDLE_CONNECTIONS, is_usable=LockConnection.is_usable
         )
+        self._by_number: WeakValueDictionary[int, LockConnection] = WeakValueDictionary()
 
     async def take(self, runtime: Runtime, name: str) -> LockConnection:
         """Return a connection for one reservation; raises BackendUnavailable."""
@@ -169,18 +170,26 @@ class LockConnections:
             connection.is_fresh = False
             self._idle.put(connection)
 
+    def has(self, number: int) -> bool:
+        """Return whether the session of this number is one of ours, whether or not it holds a lock."""
+        connection = self._by_number.get(number)
+        return connection is not None and connection.is_open
+
     def close(self) -> None:
         """Close the idle connections."""
         self._idle.clear()
 
     async def _new(self, runtime: Runtime, name: str) -> LockConnection:
         dedicated = await self.pool.dedicated(runtime, name)
+
+        def prepare(connection: Connection) -> LockConnection:
+            session = self._prepare_session(connection, name)
+            prepared = LockConnection(dedicated, connection, session, self)
+            self._by_number[session.number] = prepared
+            return prepared
+
         try:
-            return await dedicated.step(
-                runtime,
-                name,
-                lambda connection: LockConnection(dedicated, connection, self._prepare_session(connection, name), self),
-            )
+            return await dedicated.step(runtime, name, prepare)
         except BaseException:
             await runtime.shield(dedicated.close(runtime))
             raise

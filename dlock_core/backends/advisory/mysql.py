@@ -17,7 +17,7 @@ from dlock_core.backends.advisory.labels import SESSION_PREFIX, comment, in_comm
 from dlock_core.errors import BackendUnavailable, NotSupported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dlock_core.backend import AcquireRequest
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
@@ -132,23 +132,16 @@ class MySQL:
                 states.append(LockState(each, (holder,) if holder else (), waiters))
         return states
 
-    async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Reservation]) -> bool:
-        """End the session of this process that holds the lock with this token; another process's token is not known."""
+    async def force_release(self, runtime: Runtime, name: str, token: int, is_ours: Callable[[int], bool]) -> bool:
+        """Raise NotSupported for a lock of another process, whose token is not known; `is_ours` knows our sessions."""
         number = await self._holder(runtime, name)
-        reservation = next(
-            (reservation for reservation in ours if reservation.connection.session.number == number), None
-        )
-        if number is not None and reservation is None:
+        if number is not None and not is_ours(number):
             raise NotSupported(
                 f"the lock {name!r} is held by session {number} of another process, and this server does not report "
                 f"its token: end that session with KILL {number}, if it is the right one",
                 name=name,
             )
-        if reservation is not None:  # First, so that after a release meanwhile no other lock is on this connection.
-            reservation.connection.is_reusable = False
-        if reservation is None or reservation.token != token:
-            return False
-        return await self.end(runtime, name, reservation.connection.session)
+        return False
 
     def _limit(self, connection: LockConnection, ttl: float) -> None:
         if connection.idle_limit != ttl:

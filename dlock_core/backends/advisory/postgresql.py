@@ -14,7 +14,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.sql.row_locks import milliseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from dlock_core.backend import AcquireRequest
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
@@ -100,7 +100,7 @@ class PostgreSQL:
         """Return the state of one lock, or of all; other processes show their owner from their first renewal on."""
         return await self._sessions.inspect(runtime, name, ours)
 
-    async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
+    async def force_release(self, runtime: Runtime, name: str, token: int, is_ours: object) -> bool:
         """End the session that holds the lock with this token."""
         return await self._sessions.force_release(runtime, name, token)
 
@@ -162,20 +162,23 @@ LISTED: Final = _LISTED.format("")
 """The holders, then the waiters, in the order of their arrival."""
 LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 # A role that was assumed with SET ROLE may not end the login's sessions, so it is put off for this statement.
-_TERMINATE: Final = f"""\
+_TERMINATE: Final = """\
 WITH login AS MATERIALIZED (SELECT set_config('role', 'none', true) AS role)
-SELECT pg_terminate_backend(l.pid)
-FROM login CROSS JOIN pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
-WHERE login.role = 'none' AND {_OF_KEY} AND """  # noqa: S608
+SELECT pg_terminate_backend(a.pid) FROM login CROSS JOIN pg_stat_activity AS a {} WHERE login.role = 'none' AND """
 _MICROSECONDS: Final = "CAST(extract(epoch FROM {}) * 1000000 AS bigint)"
 _BEGAN: Final = _MICROSECONDS.format("coalesce(a.backend_start, pg_postmaster_start_time())")
 """A role that the session has assumed with SET ROLE may not see when the session began."""
 TERMINATE: Final = f"""\
-{_TERMINATE} l.pid = CAST(:pid AS integer)
+{_TERMINATE.format("JOIN pg_locks AS l ON l.pid = a.pid")} {_OF_KEY} AND l.pid = CAST(:pid AS integer)
 AND CAST(:began AS bigint) IN ({_BEGAN}, {_MICROSECONDS.format("pg_postmaster_start_time()")})"""
 """End a session that holds or awaits a lock."""
-TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
-"""End the session that holds a lock, found by the label of its grant."""
+_IS_LABELLED: Final = "position(:label IN ' ' || a.application_name) > 0"
+HOLDERS_LABELLED: Final = f"""\
+SELECT l.pid FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE l.granted AND {_OF_KEY} AND {_IS_LABELLED}"""  # noqa: S608
+"""The session that holds a lock, found by the label of its grant."""
+TERMINATE_LABELLED: Final = f"{_TERMINATE.format('')} a.pid = CAST(:pid AS integer) AND {_IS_LABELLED}"
+"""End a session that still has the label of a grant: a later grant to the same session has another one."""
 
 PREPARE_SESSION: Final = f"""\
 SELECT a.pid, {_BEGAN}, coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
@@ -274,8 +277,20 @@ class Sessions:
         return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        """End the session that holds the lock with this token; return True if it is gone."""
-        return await self._terminate(runtime, name, TERMINATE_LABELLED, label=f" {self._prefix}{token}#")
+        """End the session that holds the lock with this token; return True if it is gone.
+
+        All locks of a server are listed in milliseconds, and meanwhile the session may have released this one and taken
+        another. So what is ended is what has the label just then.
+        """
+        params = {"key": key_of(name, self._prefix), "label": f" {self._prefix}{token}#"}
+
+        def terminate(connection: Connection) -> bool:
+            holders = connection.execute(HOLDERS_LABELLED, params)
+            for (pid,) in holders:
+                connection.execute(TERMINATE_LABELLED, {"pid": pid, "label": params["label"]})
+            return bool(holders)
+
+        return await self._terminate(runtime, name, terminate)
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
         """Return whether a lock is held."""
@@ -283,21 +298,22 @@ class Sessions:
 
     async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
         """End a session if it holds or awaits this lock; return whether it did."""
-        return await self._terminate(runtime, name, TERMINATE, pid=session.number, began=int(session.proof))
+        params = {"key": key_of(name, self._prefix), "pid": session.number, "began": int(session.proof)}
+        return await self._terminate(runtime, name, lambda connection: connection.execute(TERMINATE, params))
 
     def close(self) -> None:
         """Close idle connections."""
         self._pool.close()
 
-    async def _terminate(self, runtime: Runtime, name: str, sql: str, **params: Any) -> bool:
+    async def _terminate(self, runtime: Runtime, name: str, terminate: Callable[[Connection], object]) -> bool:
         until, found = runtime.now() + self._pool.timeout, False
-        while await self._ask(runtime, name, sql, **params):
+        while await self._pool.step(runtime, name, terminate):
             found = True
             if runtime.now() >= until:
                 raise BackendUnavailable(name, reason="its holder was asked to end, but is still running")
             await runtime.sleep(0.005)
         return found
 
-    async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
-        params["key"] = key_of(name, self._prefix)
+    async def _ask(self, runtime: Runtime, name: str, sql: str) -> list[tuple[Any, ...]]:
+        params = {"key": key_of(name, self._prefix)}
         return await self._pool.step(runtime, name, lambda connection: connection.execute(sql, params))

@@ -107,7 +107,12 @@ class SessionBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         """End the session of the holder; on MySQL and MariaDB only one of this process."""
-        return await self._server.force_release(runtime, name, token, self._held())
+        for reservation in list(self._reservations.values()):
+            if reservation.token == token and reservation.request.name == name:
+                # First, so that after a release meanwhile no other lock is on this connection.
+                reservation.connection.is_reusable = False
+                return await self._server.end(runtime, name, reservation.connection.session)
+        return await self._server.force_release(runtime, name, token, self._connections.has)
 
     def close(self) -> None:
         """Close idle connections; leases are not released."""
