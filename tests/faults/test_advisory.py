@@ -527,14 +527,23 @@ def test_sessions_that_do_not_answer_delay_the_renewal_of_no_other(store, due_af
         lease.release()
 
 
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@both
+def test_lock_is_unavailable_where_no_more_threads_can_be_started(store, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(BackendUnavailable, match="can't start new thread"):
+            Lock(store, NAME, wait=0).acquire()
+    Lock(store, NAME, wait=0).acquire().release()
+
+
 @both
 def test_leases_are_renewed_where_no_more_threads_can_be_started(store, monkeypatch):
     leases = [Lock(store, name, ttl=30.0).acquire() for name in ("a", "b")]
     renewed = [lease._held.until for lease in leases]
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
         watchdog._watchdogs[store]._renew_each([lease._held for lease in leases])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.backends.sql.handover import Handover, handed_over
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import Asyncio, start_thread
+from dlock_core.runtime import Asyncio, refuse_at_exit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +85,7 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
     """Open a connection within `limit` seconds, even if its driver has no limits.
 
     A connection for which the caller no longer waits, because it is late or a signal handler has raised, is closed.
+    Raises OSError if no thread can be started.
     """
     opened: list[Connection] = []  # The thread that takes the connection out of this list uses or closes it.
     is_awaited = True
@@ -96,7 +97,7 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
 
     call = Handover(open_one)
     try:
-        start_thread(threading.Thread(target=call.perform, name="dlock-database-connect", daemon=True))
+        _start(call)
         if call.wait(limit):
             call.outcome()
             return opened[0]
@@ -108,6 +109,14 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
         _close_late(opened)
         raise
     raise TimeoutError(f"no connection within {format_seconds(limit)}")
+
+
+def _start(call: Handover[None]) -> None:
+    refuse_at_exit()
+    try:
+        start_thread(threading.Thread(target=call.perform, name="dlock-database-connect", daemon=True))
+    except RuntimeError as error:  # There can be no more threads.
+        raise OSError(f"it cannot be connected to: {error}") from error
 
 
 def _close_late(opened: list[Connection]) -> None:
