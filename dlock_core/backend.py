@@ -144,7 +144,8 @@ class Capabilities:
     expiry: Literal["lease", "session", "connection", "transaction"] = "lease"
     """What ends a grant whose holder has died: its ttl, its session, its connection, or its transaction.
 
-    "transaction": the lock is taken inside the caller's transaction, whose end is the release; it has no ttl.
+    "connection": each grant has a connection of its own, and is renewed in a thread of its own. "transaction": the lock
+    is taken inside the caller's transaction, whose end is the release; it has no ttl.
     """
     fair: bool = False
     """Waiters are served first come, first served."""

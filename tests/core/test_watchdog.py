@@ -423,14 +423,14 @@ def _die_in_this_thread(thread: Any) -> None:
 def test_renewal_that_fails_in_our_own_code_is_tried_again(store: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
     dog, failures = watchdog.Watchdog(), [MemoryError(), asyncio.CancelledError()]
     monkeypatch.setitem(watchdog._watchdogs, store, dog)
-    renew = dog._renew
+    ask = dog._ask
 
     def fail(leases: Any) -> None:
         if failures:
             raise failures.pop()
-        renew(leases)
+        ask(leases)
 
-    monkeypatch.setattr(dog, "_renew", fail)
+    monkeypatch.setattr(dog, "_ask", fail)
     with Lock(store, "a", ttl=60) as lease:
         store.until(lambda _: renewals(store) >= 4)
         assert not lease.lost

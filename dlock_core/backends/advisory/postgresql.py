@@ -84,7 +84,7 @@ class PostgreSQL:
     def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
         """End the lock; return False if this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
-        ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)
+        ((_, was_ours),) = connection.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
 
     async def end(self, runtime: Runtime, name: str, session: ServerSession) -> bool:
@@ -164,12 +164,13 @@ LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 # A role that was assumed with SET ROLE may not end the login's sessions, so it is put off for this statement.
 _TERMINATE: Final = """\
 WITH login AS MATERIALIZED (SELECT set_config('role', 'none', true) AS role)
-SELECT pg_terminate_backend(a.pid) FROM login CROSS JOIN pg_stat_activity AS a {} WHERE login.role = 'none' AND """
+SELECT pg_terminate_backend(a.pid) FROM login CROSS JOIN {} WHERE login.role = 'none' AND """
 _MICROSECONDS: Final = "CAST(extract(epoch FROM {}) * 1000000 AS bigint)"
 _BEGAN: Final = _MICROSECONDS.format("coalesce(a.backend_start, pg_postmaster_start_time())")
 """A role that the session has assumed with SET ROLE may not see when the session began."""
 TERMINATE: Final = f"""\
-{_TERMINATE.format("JOIN pg_locks AS l ON l.pid = a.pid")} {_OF_KEY} AND l.pid = CAST(:pid AS integer)
+{_TERMINATE.format("pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid")} {_OF_KEY}
+AND l.pid = CAST(:pid AS integer)
 AND CAST(:began AS bigint) IN ({_BEGAN}, {_MICROSECONDS.format("pg_postmaster_start_time()")})"""
 """End a session that holds or awaits a lock."""
 _IS_LABELLED: Final = "position(:label IN ' ' || a.application_name) > 0"
@@ -177,8 +178,8 @@ HOLDERS_LABELLED: Final = f"""\
 SELECT l.pid FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
 WHERE l.granted AND {_OF_KEY} AND {_IS_LABELLED}"""  # noqa: S608
 """The session that holds a lock, found by the label of its grant."""
-TERMINATE_LABELLED: Final = f"{_TERMINATE.format('')} a.pid = CAST(:pid AS integer) AND {_IS_LABELLED}"
-"""End a session that still has the label of a grant: a later grant to the same session has another one."""
+TERMINATE_LABELLED: Final = f"{_TERMINATE.format('pg_stat_get_activity(CAST(:pid AS integer)) AS a')} {_IS_LABELLED}"
+"""End a session that still has the label of a grant: it loses that before the lock."""
 
 PREPARE_SESSION: Final = f"""\
 SELECT a.pid, {_BEGAN}, coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
@@ -189,11 +190,12 @@ FROM pg_stat_activity AS a WHERE a.pid = pg_backend_pid()"""  # noqa: S608
 PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
 set_config('idle_session_timeout', :ttl, false)"""
+_UNLOCK: Final = {False: "pg_advisory_unlock(:key)", True: "pg_advisory_unlock_shared(:key)"}
 UNLOCK: Final = {
-    False: "SELECT pg_advisory_unlock(:key)",
-    True: "SELECT pg_advisory_unlock_shared(:key)",
+    shared: f"SELECT set_config('application_name', 'dlock', false), {unlock}" for shared, unlock in _UNLOCK.items()
 }
-UNLOCK_IF_OURS: Final = {shared: f"{unlock} {_HELD_HERE}" for shared, unlock in UNLOCK.items()}
+"""Take the label of the grant away, and unlock: what ends the holder by its label must not meet the next holder."""
+UNLOCK_IF_OURS: Final = {shared: f"SELECT {unlock} {_HELD_HERE}" for shared, unlock in _UNLOCK.items()}
 """The same without the warning in the server's log of a session that does not hold the lock."""
 
 
@@ -280,7 +282,7 @@ class Sessions:
         """End the session that holds the lock with this token; return True if it is gone.
 
         All locks of a server are listed in milliseconds, and meanwhile the session may have released this one and taken
-        another. So what is ended is what has the label just then.
+        another. So what is ended is what has the label just then; only microseconds are left.
         """
         params = {"key": key_of(name, self._prefix), "label": f" {self._prefix}{token}#"}
 

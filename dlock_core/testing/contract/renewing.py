@@ -84,6 +84,8 @@ def test_watchdog_keeps_a_lease_for_many_times_its_ttl(harness: Harness, name: s
 
 
 def test_many_leases_are_renewed_by_one_question(harness: Harness, name: str) -> None:
+    if harness.store.capabilities.expiry == "connection":
+        pytest.skip("each lease of this store has its own connection")
     for number in range(20):
         harness.acquire(f"{name}:{number}", ttl=harness.renewed_ttl)
     harness.observed.until(lambda calls: any(len(call.holders) > 1 for call in calls if call.method == "renew"))
