@@ -116,19 +116,22 @@ def _kind(model: type[models.Model]) -> names.Kind:
 def _row_model(model: type[models.Model]) -> type[models.Model]:
     """Return the model whose table has the row of a proxy, or of a child with its parent's key.
 
-    With FencedMixin it is the model that has the columns of the fence, and the lock is named after that model.
+    A fence has to be in that row: the parent's own lock would otherwise be another one, or have another fence.
     """
     model = model._meta.concrete_model or model
-    field = fence_field(model)
-    fenced = field.model if field is not None else None
-    link: Any = model._meta.pk
-    if model is not fenced and link.remote_field and link.remote_field.parent_link:
-        return _row_model(link.remote_field.model)
-    if fenced not in (None, model):
+    field, link = fence_field(model), model._meta.pk
+    fenced = None if field is None else field.model
+    parent: Any = link.remote_field.model if link.remote_field and link.remote_field.parent_link else None  # type: ignore[union-attr]
+    if parent is None and fenced not in (None, model):
         raise NotSupported(
             f"{model.__name__} has its own key, but its fence is in {fenced.__name__}: lock {fenced.__name__}"
         )
-    return model
+    if parent is not None and fenced is not None and not issubclass(parent, fenced):
+        raise NotSupported(
+            f"{model.__name__} is a row of {parent.__name__}, whose own lock has not the fence of {fenced.__name__}: "
+            f"put FencedMixin on {parent.__name__}, or name the lock by a text instead of its class"
+        )
+    return model if parent is None else _row_model(parent)
 
 
 def _target(field: Any) -> Any:

@@ -20,7 +20,7 @@ from sqlalchemy.orm import InstanceState, Mapper
 from sqlalchemy.orm.util import AliasedClass
 
 from dlock_core import names
-from dlock_core.errors import NoSuchKey
+from dlock_core.errors import NoSuchKey, NotSupported
 from sqla_dlock.fencing import FencedMixin, class_of
 
 if TYPE_CHECKING:
@@ -98,16 +98,18 @@ def _kind(mapped: type) -> names.Kind:
 def _row_mapper(mapper: Mapper[Any]) -> Mapper[Any]:
     """Return the mapper whose table names the row of a class.
 
-    In a hierarchy that is the base class: Shop(1) and Place(1) are one row, so they are one lock. But if a subclass
-    adds `FencedMixin`, it is that class, because the fence is in the row of its table.
+    In a hierarchy that is the base class: Shop(1) and Place(1) are one row, so they are one lock. A fence has to be in
+    the base class: its own lock would otherwise be another one, or have another fence.
     """
     above = mapper.inherits
-    if (
-        above is None
-        or mapper.concrete
-        or issubclass(mapper.class_, FencedMixin) > issubclass(above.class_, FencedMixin)
-    ):
+    if above is None or mapper.concrete:
         return mapper
+    if issubclass(mapper.class_, FencedMixin) > issubclass(above.class_, FencedMixin):
+        kind, base = mapper.class_.__name__, above.class_.__name__
+        raise NotSupported(
+            f"{kind} is a row of {base}, whose own lock has not the fence of {kind}: put FencedMixin on {base}, or name "
+            "the lock by a text instead of its class"
+        )
     return _row_mapper(above)
 
 

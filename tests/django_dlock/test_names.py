@@ -99,6 +99,36 @@ def test_composite_key_with_a_fence_in_its_row_is_refused():
         lock(FencedCell, 1, 2)
 
 
+@isolate_apps("tests.testapp")
+def test_child_whose_fence_is_not_in_the_row_that_it_shares_is_refused():
+    class Named(models.Model):
+        named = models.AutoField(primary_key=True)
+
+        class Meta:
+            app_label = "testapp"
+
+    class Stock(FencedMixin, models.Model):
+        class Meta:
+            app_label = "testapp"
+
+    class FencedNamed(FencedMixin, Named):
+        class Meta:
+            app_label = "testapp"
+
+    class NamedStock(Named, Stock):
+        class Meta:
+            app_label = "testapp"
+
+    class StockWithItsKey(Stock, Named):
+        class Meta:
+            app_label = "testapp"
+
+    for child in (FencedNamed, NamedStock):
+        with pytest.raises(NotSupported, match="put FencedMixin on Named"):
+            lock(child, 1)
+    assert lock(StockWithItsKey, 1).name == lock(Stock, 1).name
+
+
 def test_key_is_converted_wherever_its_model_stands():
     assert lock("move", Counter, "01", Passport, KEY.hex).name == f"move:testapp.counter:1:testapp.passport:{KEY}"
     assert lock(Counter, "01", "tax").name == "testapp.counter:1:tax"

@@ -28,7 +28,7 @@ from sqlalchemy import (
 from sqlalchemy import Enum as SqlEnum
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, with_polymorphic
 
-from dlock_core.errors import NoSuchKey
+from dlock_core.errors import NoSuchKey, NotSupported
 from sqla_dlock.fencing import FencedMixin
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
@@ -147,7 +147,7 @@ class OtherCode(Code):
 
 
 class FencedCode(FencedMixin, Code):
-    """Its fence is in its own table, and not in its parent's."""
+    """Its fence is in its own table, where a lock of its parent does not look."""
 
     __tablename__ = "fenced_code"
     code: Mapped[str] = mapped_column(ForeignKey("code.code"), primary_key=True)
@@ -274,7 +274,8 @@ def test_subclass_is_the_row_that_it_shares():
     assert name(HeavyParcel, "01") == name(LightParcel, 1) == name(Parcel, 1) == "parcel:1"
     assert lock(Session(), HeavyParcel, "01").fence.key == 1
     assert name(OtherCode, "a") == "other_code:a"
-    assert name(FencedCode, "a") == "fenced_code:a"
+    with pytest.raises(NotSupported, match="put FencedMixin on Code"):
+        name(FencedCode, "a")
 
 
 def test_instance_as_key_is_its_primary_key_and_is_not_read_for_it():
