@@ -175,6 +175,8 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
     if not attempts or (tracker := tracker_for(connection)).suspended.depth:  # or dlock's own, such as the fence's
         return execute(sql, params, *rest)
     open_one = tracker.transaction()
+    if open_one is not None and open_one.is_manual:
+        tracker.listen()  # SQLite may commit a part of it
     if open_one is not None and open_one not in attempts[-1].parts:  # then the outer attempts have it, too
         _follow(connection.alias, open_one)
     try:

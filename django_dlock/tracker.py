@@ -19,6 +19,7 @@ from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.atomic_blocks import NoSavepoint, anchor_of, has_open_transaction, undo_begun_block
+from django_dlock.implicit_commits import ImplicitCommits
 from django_dlock.transactions import Transaction, is_undone, text_of
 from dlock_core.flow import flow_variable
 from dlock_core.sql.driver_errors import is_plain_refusal, warn_unless_known
@@ -81,6 +82,7 @@ class ConnectionTracker:
         self.hooks: list[StatementHook] = []
         self._turned_on: object = None
         """The driver's connection whose autocommit was turned on for settlers: Django is about to turn it on again."""
+        self._implicit_commits = ImplicitCommits()
         self.suspended = _Suspension()
         """A block in which no hook is called, and no lease sees statements."""
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
@@ -108,11 +110,14 @@ class ConnectionTracker:
         transaction.has_spoken = transaction.has_spoken or self._may_take_snapshot(text)
         if transaction.comment and isinstance(sql, str) and not many:  # drivers parse the beginning of executemany's
             sql = transaction.comment + sql
+        is_commit = self.connection.vendor == "sqlite" and self._begin_implicit_commit(text, transaction)
         is_control = bool(transaction.undo) and not is_data
         try:
             answer = execute(sql, params, many, context)
             if is_control:
                 transaction.note_savepoints(text, is_certain=not many)
+            if is_commit and not self.connection.connection.in_transaction:
+                transaction.note_committed()
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error, text if is_control else "")
@@ -136,6 +141,18 @@ class ConnectionTracker:
             if sql.startswith("SAVEPOINT"):
                 undo_begun_block(self.connection)
             raise
+
+    def _begin_implicit_commit(self, sql: str, transaction: Transaction) -> bool:
+        """Return whether SQLite may commit with this statement, which is no COMMIT; if so, check it like one.
+
+        Django's transaction goes on: a lease that is held until its end is kept.
+        """
+        is_commit = transaction.is_manual and self._implicit_commits.is_next(self.connection.connection, sql)
+        if is_commit and not self.suspended.depth:
+            for check in transaction.checks:
+                check()
+        transaction.note_statement(self.connection, is_commit=is_commit)
+        return is_commit
 
     def _may_take_snapshot(self, sql: str) -> bool:
         if self.suspended.depth and self.connection.vendor == "mysql":

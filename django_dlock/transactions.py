@@ -78,6 +78,10 @@ class Transaction:
     """Whether a statement has failed, or was interrupted, and a possible rollback was not checked yet."""
     is_begun_anew: bool = False
     """Whether the database has rolled it back with a failed statement, and treats what follows as a new one."""
+    may_be_undone: bool = True
+    """Whether the latest statement can have rolled back work: on SQLite not if the driver had not sent BEGIN."""
+    is_partly_committed: bool = False
+    """Whether SQLite has committed work of it, with a statement after which it goes on."""
     comment: str = ""
     """The SQL comment before each of its statements."""
     passed: set[object] = field(default_factory=set)
@@ -132,7 +136,9 @@ class Transaction:
             if self.outcome is not Outcome.COMMITTED:
                 is_known = self.outcome is Outcome.ROLLED_BACK
                 steps.extend(_steps(each for each in self.undo if is_known or isinstance(each, AttributeValues)))
-            steps.extend(partial(settle, self.outcome) for settle in reversed(self.settlers))
+            is_kept = self.is_partly_committed and self.outcome is Outcome.ROLLED_BACK
+            outcome = Outcome.COMMITTED if is_kept else self.outcome  # otherwise an attempt would be repeated
+            steps.extend(partial(settle, outcome) for settle in reversed(self.settlers))
             self.pending = steps
         return self.pending
 
@@ -166,6 +172,20 @@ class Transaction:
             elif name is not None and is_certain:
                 self.undo.append(name)
 
+    def note_statement(self, connection: BaseDatabaseWrapper, *, is_commit: bool = False) -> None:
+        """Record, before a statement is sent to SQLite, whether it can roll back work."""
+        driver = connection.connection
+        self.may_be_undone = driver is None or (driver.in_transaction and not is_commit)
+
+    def note_committed(self) -> None:
+        """Record that its work so far was committed, although it goes on: nothing of that can be undone any more.
+
+        What follows is in another transaction of the database, into which the leases are to be admitted.
+        """
+        self.is_partly_committed = True
+        self.undo.clear()
+        self.passed.clear()
+
     def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException, sql: str = "") -> None:
         """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction.
 
@@ -174,7 +194,7 @@ class Transaction:
         if not isinstance(error, Error):  # it may have replaced one
             self.note_savepoints(sql, is_certain=False)
             return
-        if (self.undo or self.settlers) and _has_rolled_back(connection, error):
+        if self.may_be_undone and (self.undo or self.settlers) and _has_rolled_back(connection, error):
             self.is_begun_anew = True
             self._note_rolled_back(connection)
         self.is_unanswered = False
@@ -193,7 +213,7 @@ class Transaction:
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
         """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""
-        if _may_be_idle(connection):
+        if self.may_be_undone and _may_be_idle(connection):
             self._note_rolled_back(connection)
         self.passed.clear()  # MySQL cannot report it; it is safe to admit a token twice
         self.is_unanswered = False

@@ -442,6 +442,28 @@ async def test_coroutine_that_has_committed_is_not_run_again(use_database):
     assert await sync_to_async(count)("default") == 1
 
 
+def test_work_that_sqlite_has_committed_with_a_savepoint_is_not_done_twice(use_database):
+    """Without autocommit, the RELEASE of a savepoint that comes first is a COMMIT, and the rollback undoes nothing."""
+    use_database("default")
+    other = use_database("other")
+
+    @retry_on_conflict
+    def pay() -> None:
+        set_autocommit(False, using=other)
+        try:
+            with atomic(other):
+                add(other, "paid")
+            transaction.rollback(using=other)
+        finally:
+            set_autocommit(True, using=other)
+        raise stale()
+
+    with pytest.raises(StaleObject) as caught:
+        pay()
+    assert caught.value.__notes__ == ["not tried again: work on 'other' is committed"]
+    assert count(other) == 1
+
+
 IMPORTED_LATE = """
 import asyncio, contextvars, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -460,13 +482,18 @@ def execute(sql):
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(sql)
         return cursor.fetchall() if cursor.description else None
+def execute_by_hand(sql):  # to SQLite, the end of the atomic() is a COMMIT
+    transaction.set_autocommit(False)
+    execute(sql)
+    transaction.rollback()
+    transaction.set_autocommit(True)
 thread.submit(execute, "CREATE TABLE paid (x int)").result()
 
 from django_dlock import retry_on_conflict  # with the views, at the first request
 from django_dlock.errors import RowLocked
 
 def pay():
-    thread.submit(contextvars.copy_context().run, execute, "INSERT INTO paid VALUES (1)").result()
+    thread.submit(contextvars.copy_context().run, globals()[sys.argv[3]], "INSERT INTO paid VALUES (1)").result()
     raise RowLocked("a")
 async def apay():
     pay()
@@ -481,8 +508,9 @@ except RowLocked as error:
 
 
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_work_that_was_committed_on_a_connection_older_than_the_import_is_not_repeated(tmp_path, kind):
-    command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "db.sqlite3"), kind]
+@pytest.mark.parametrize("execute", ["execute", "execute_by_hand"])
+def test_work_that_was_committed_on_a_connection_older_than_the_import_is_not_repeated(tmp_path, kind, execute):
+    command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "db.sqlite3"), kind, execute]
     answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert answer == """["not tried again: work on 'default' is committed"] [(1,)]\n"""
 

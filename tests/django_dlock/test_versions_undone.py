@@ -123,6 +123,23 @@ def test_version_in_memory_is_not_ahead_of_the_row_after_an_interrupt_at_any_lin
     assert lines > 50
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_version_that_sqlite_has_committed_with_a_savepoint_stays_after_the_rollback(use_database, is_committed):
+    """Without autocommit, the RELEASE of a savepoint that comes first is a COMMIT."""
+    use_database("default")
+    article = Article.objects.create(title="old")
+    transaction.set_autocommit(False)
+    try:
+        with suppress(Sorry), atomic():
+            save(article)
+            if not is_committed:
+                raise Sorry
+        transaction.rollback()
+    finally:
+        transaction.set_autocommit(True)
+    assert article.version == Article.objects.get().version == (2 if is_committed else 1)
+
+
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 @pytest.mark.parametrize("write", [save, delete])
 def test_version_in_memory_is_the_former_one_if_the_answer_to_commit_is_missing(database, write):

@@ -3,21 +3,22 @@
 import contextlib
 
 import pytest
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.test import override_settings
 
 from django_dlock import lock, locked
-from django_dlock.errors import LeaseLost
+from django_dlock.errors import LeaseLost, StaleToken
 from django_dlock.models import Fence
 from dlock_core.backend import Released
 from dlock_core.leases.lease import LeaseState
-from tests.django_dlock.sessions import add, committed
+from tests.django_dlock.sessions import add, committed, rows, second_session
 
 
 class Sorry(Exception):
     """Raised by user code."""
 
 
+INSERT = "INSERT INTO testapp_counter (name, value) SELECT 'by hand ' || count(*), 0 FROM testapp_counter"
 HELD, RELEASED = ["acquired order:42"], ["acquired order:42", "released order:42"]
 
 
@@ -28,6 +29,11 @@ def manual(database):
     yield database
     transaction.rollback(using=database)
     transaction.set_autocommit(True, using=database)
+
+
+def run_elsewhere(using, sql, *params):
+    with second_session(using) as other:
+        rows(other, sql, *params)
 
 
 def alone(using, fence):
@@ -116,6 +122,163 @@ def test_atomic_that_comes_first_in_a_later_transaction_of_a_block_is_part_of_th
             assert end.__name__ not in committed(manual)
             end(using=manual)
     assert committed(manual) == {"commit"}
+
+
+@contextlib.contextmanager
+def lock_around(using, fence):
+    transaction.set_autocommit(True, using=using)
+    with lock("order", 42, using=using, fence=fence) as lease:
+        transaction.set_autocommit(False, using=using)
+        with transaction.atomic(using=using):
+            yield lease
+
+
+@contextlib.contextmanager
+def lock_of_several_transactions(using, fence):
+    with lock("order", 42, using=using, fence=fence) as lease:
+        transaction.commit(using=using)
+        with transaction.atomic(using=using):
+            yield lease
+
+
+@contextlib.contextmanager
+def lock_inside(using, fence):
+    with transaction.atomic(using=using), lock("order", 42, using=using, fence=fence) as lease:
+        yield lease
+
+
+@contextlib.contextmanager
+def lock_left(using, fence):
+    with transaction.atomic(using=using):
+        with lock("order", 42, using=using, fence=fence) as lease:
+            pass
+        yield lease
+
+
+on_sqlite = pytest.mark.parametrize("database", ["default"], indirect=True)
+every_fence = pytest.mark.parametrize("fence", [True, "lease", False])
+
+
+@on_sqlite
+@every_fence
+@pytest.mark.parametrize("order", [lock_around, lock_of_several_transactions, lock_inside, lock_left])
+@pytest.mark.parametrize("inner", ["none", "released", "rolled back"])
+def test_atomic_whose_end_is_a_commit_to_sqlite_is_refused_when_the_lease_is_lost(store, manual, fence, order, inner):
+    with pytest.raises(LeaseLost):
+        with order(manual, fence) as lease:
+            add(manual, "refused")
+            if inner != "none":
+                with contextlib.suppress(Sorry), transaction.atomic(using=manual):
+                    add(manual, "inside")
+                    if inner == "rolled back":
+                        raise Sorry
+            lease._held.until = 0.0  # as after a pause
+        transaction.commit(using=manual)  # only after an admit, which has begun a transaction, is the end no commit
+    assert committed(manual) == set()
+    assert not connections[manual].needs_rollback
+    transaction.rollback(using=manual)
+    add(manual, "later")
+    transaction.commit(using=manual)
+    assert committed(manual) == {"later"}
+
+
+@on_sqlite
+@every_fence
+@pytest.mark.parametrize("order", [lock_around, lock_of_several_transactions, lock_inside, lock_left])
+def test_error_in_an_atomic_that_has_begun_the_transaction_is_not_replaced_by_the_loss_of_the_lease(
+    store, manual, fence, order
+):
+    with pytest.raises(Sorry), order(manual, fence) as lease:
+        add(manual, "undone")
+        lease._held.until = 0.0  # as after a pause
+        raise Sorry
+    assert not connections[manual].needs_rollback
+    with contextlib.suppress(LeaseLost):
+        transaction.commit(using=manual)
+    assert committed(manual) == set()
+
+
+@on_sqlite
+def test_atomic_whose_end_is_a_commit_to_sqlite_is_refused_when_a_newer_holder_was_announced(store, manual):
+    """The lease is still valid as far as its holder knows, as after the store has lost its data."""
+    with pytest.raises(StaleToken), lock_around(manual, "lease") as lease:
+        run_elsewhere(manual, "UPDATE dlock_fence SET s_token = %s", lease.token + 1)
+        add(manual, "refused")
+    transaction.rollback(using=manual)
+    assert committed(manual) == set()
+
+
+@on_sqlite
+@every_fence
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ["SAVEPOINT a", INSERT, "RELEASE a"],
+        ["savepoint A", INSERT, "/* end */ release savepoint a"],
+        ['SAVEPOINT "what a name"', INSERT, 'RELEASE "what a name"'],
+        ["SAVEPOINT a", INSERT, "SAVEPOINT b", INSERT, "RELEASE a"],
+        ["SAVEPOINT a", INSERT, "ROLLBACK TO a", INSERT, "RELEASE a"],
+        [f"WITH one AS (SELECT 1) {INSERT}"],
+        ["CREATE TABLE by_hand (id integer)"],
+    ],
+    ids=" ".join,
+)
+def test_statement_with_which_sqlite_commits_is_refused_when_the_lease_is_lost(store, manual, fence, statements):
+    with pytest.raises(LeaseLost):
+        with lock("order", 42, using=manual, fence=fence) as lease, connections[manual].cursor() as cursor:
+            transaction.commit(using=manual)
+            cursor.execute("SELECT 1")  # the transaction is tied to the lease
+            for number, statement in enumerate(statements, 1):
+                if number == len(statements):
+                    lease._held.until = 0.0  # as after a pause
+                cursor.execute(statement)
+        transaction.commit(using=manual)
+    transaction.rollback(using=manual)
+    assert committed(manual) == set()
+    assert "by_hand" not in connections[manual].introspection.table_names()
+    transaction.rollback(using=manual)
+
+
+@on_sqlite
+@every_fence
+def test_work_after_an_atomic_whose_end_was_a_commit_to_sqlite_is_still_locked_and_admitted_anew(
+    store, manual, journal, fence
+):
+    with lock_inside(manual, fence) as lease:
+        add(manual, "first")
+    assert committed(manual) == {"first"}
+    assert journal == HELD
+    run_elsewhere(manual, "DELETE FROM dlock_fence")
+    add(manual, "second")
+    assert fence is not True or Fence.objects.using(manual).get(name="order:42").token == lease.token
+    transaction.rollback(using=manual)
+    assert journal == RELEASED
+    assert committed(manual) == {"first"}
+
+
+@on_sqlite
+@every_fence
+@pytest.mark.parametrize("statement", ["nonsense", "SELECT 1 FROM nowhere"])
+def test_failed_first_statement_has_rolled_back_nothing(store, manual, fence, statement):
+    """sqlite3 has not begun a transaction at that time, which is no sign that the statement has ended one."""
+    with transaction.atomic(using=manual, savepoint=False), lock("order", 42, using=manual, fence=fence):
+        with contextlib.suppress(DatabaseError):
+            rows(connections[manual], statement)
+        assert not connections[manual].needs_rollback
+        add(manual, "kept")
+    transaction.commit(using=manual)
+    assert committed(manual) == {"kept"}
+
+
+@on_sqlite
+@every_fence
+def test_failed_statement_that_has_rolled_back_the_work_before_it_is_noticed(store, manual, fence):
+    with transaction.atomic(using=manual, savepoint=False), lock("order", 42, using=manual, fence=fence):
+        undone = add(manual, "undone")
+        with contextlib.suppress(DatabaseError):
+            rows(connections[manual], f"INSERT OR ROLLBACK INTO testapp_counter VALUES ({undone.pk}, 'b', 0)")
+        assert connections[manual].needs_rollback
+    transaction.rollback(using=manual)
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)  # the others take one statement at a time

@@ -1,0 +1,45 @@
+"""The statements with which SQLite commits although none of them is a COMMIT.
+
+Without autocommit, sqlite3 sends BEGIN only before INSERT, UPDATE, DELETE and REPLACE. To SQLite, a savepoint that
+comes before those is the whole transaction, and its RELEASE a COMMIT; any other write is committed by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlock_core.sql.statement_kinds import ends_transaction, is_data_statement, savepoint_changes, surely_reads
+
+__all__ = ["ImplicitCommits"]
+
+
+class ImplicitCommits:
+    """Follows the statements on one connection without autocommit.
+
+    In doubt a statement counts as a commit: then a lost lease is refused earlier than necessary, and never too late.
+    """
+
+    def __init__(self) -> None:
+        self._is_begun_by_savepoint = True
+        """Whether a savepoint may have begun the open transaction; earlier statements are not known."""
+        self._name: str | None = None
+        """The name of that savepoint, None if it is not known."""
+        self._is_empty = False
+        """Whether all work since that savepoint was rolled back."""
+
+    def is_next(self, driver: Any, sql: str) -> bool:
+        """Return whether a statement may commit that is about to be sent; to be called before each one."""
+        is_data = is_data_statement(sql)
+        changes = [] if is_data else savepoint_changes(sql)
+        if driver is not None and not driver.in_transaction:
+            self._is_begun_by_savepoint = not (is_data or ends_transaction(sql))
+            self._name = next((name for verb, name in changes if verb == "SAVEPOINT"), None)
+            self._is_empty = False
+            return not (is_data or surely_reads(sql))
+        if not self._is_begun_by_savepoint:
+            return False
+        verbs = {verb for verb, name in changes if None in (name, self._name) or name == self._name}
+        if "RELEASE" in verbs:
+            return not self._is_empty  # Django releases a savepoint after its rollback: nothing is committed then.
+        self._is_empty = "ROLLBACK" in verbs
+        return False
