@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
-from dlock_core.errors import NotSupported
 from dlock_core.sql.database import IN_ERROR, cursor_of, transaction_status
 from dlock_core.sql.driver_errors import (
     MAY_ROLL_BACK,
@@ -23,8 +22,10 @@ from dlock_core.sql.driver_errors import (
     is_refusal,
     warn_unless_known,
 )
+from dlock_core.sql.statement_kinds import is_data_statement, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
+from sqla_dlock.begun import has_begun
 from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
@@ -32,7 +33,16 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "outcome_so_far", "tracker_for", "tracker_of"]
+__all__ = [
+    "ConnectionTracker",
+    "Participant",
+    "mark",
+    "note_xid",
+    "open_savepoints",
+    "outcome_so_far",
+    "tracker_for",
+    "tracker_of",
+]
 
 
 _INTERCEPTED: Final = (
@@ -40,6 +50,8 @@ _INTERCEPTED: Final = (
     "_begin_twophase_impl",
     "_commit_impl",
     "_rollback_impl",
+    "_savepoint_impl",
+    "_release_savepoint_impl",
     "_rollback_to_savepoint_impl",
     "_prepare_twophase_impl",
     "_commit_twophase_impl",
@@ -55,8 +67,11 @@ _IN_FAILED_TRANSACTION: Final = "25P02"
 class Participant(Protocol):
     """A session's transaction that takes part in the connection's transaction."""
 
-    def check(self) -> None:
-        """Raise an error to refuse the COMMIT that follows."""
+    def check(self, *, is_end: bool) -> None:
+        """Raise an error to refuse the COMMIT that follows, with which the transaction ends, or goes on."""
+
+    def note_committed(self) -> None:
+        """Record that work in the transaction was committed, although it goes on."""
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
         """Record how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
@@ -83,6 +98,8 @@ class ConnectionTracker:
         """Whether a statement has failed on PostgreSQL, which may have undone the whole transaction."""
         self._is_begun_anew = False
         """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
+        self._first_savepoint: str | None = None
+        """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -102,6 +119,12 @@ class ConnectionTracker:
                 _handle_dbapi_exception=self._handle_dbapi_exception, _execute_context=self._execute_context
             )
 
+        if connection.dialect.name == "sqlite":
+            self._first_savepoint = next(iter(open_savepoints(connection)), None)
+            vars(connection).update(
+                _savepoint_impl=self._begin_savepoint, _release_savepoint_impl=self._release_savepoint
+            )
+
     def _begin_next(self, begin: Callable[[object], None], transaction: object) -> None:
         """Report the end of this transaction now if interrupts have prevented that: not as the end of the next one."""
         if self.outcome is not None:
@@ -116,7 +139,7 @@ class ConnectionTracker:
         prevents the COMMIT.
         """
         try:
-            self._check()
+            self._check(is_end=True)
             if current_attempts.get():
                 self.refuse_undone()
             is_rolled_back = self._has_failed and is_undone(self.connection)
@@ -145,13 +168,13 @@ class ConnectionTracker:
         if self._is_begun_anew or (self._has_failed and is_undone(self.connection)):
             raise InvalidRequestError(SWALLOWED)
 
-    def _check(self) -> None:
+    def _check(self, *, is_end: bool) -> None:
         if self.hooks.is_unanswered:
             self.hooks.make_up()
         if self.hooks.due:
             self.hooks.run_last()
         for participant in self.participants:
-            participant.check()
+            participant.check(is_end=is_end)
 
     def _clean_up(self) -> None:
         """Roll back a transaction that a failed COMMIT may leave open: SQLAlchemy does not, not even for its pool."""
@@ -181,6 +204,35 @@ class ConnectionTracker:
             self._end(Outcome.UNKNOWN if is_unknown else Outcome.ROLLED_BACK, failed=not is_done)
             raise
 
+    def _commits_by_itself(self, statement: object) -> bool:
+        """Return whether a statement is committed at once: SQLite's driver sends no BEGIN before DDL or a WITH."""
+        if not _is_alive(self.connection) or has_begun(self.connection):
+            return False
+        sql = str(statement)
+        return not (is_data_statement(sql) or surely_reads(sql))
+
+    def _begin_savepoint(self, *name: Any) -> str:
+        """Create a savepoint: SQLite's driver sends BEGIN only before some writes, and not before a savepoint."""
+        is_first = not has_begun(self.connection)
+        created: str = self.sqlalchemy._savepoint_impl(*name)
+        if is_first:
+            self._first_savepoint = created
+        return created
+
+    def _release_savepoint(self, name: str) -> None:
+        """Release a savepoint; if that is a COMMIT to SQLite, check before. SQLAlchemy's transaction goes on."""
+        if name == self._first_savepoint:
+            self._check(is_end=False)
+        self.sqlalchemy._release_savepoint_impl(name)
+        self._note_committed()
+
+    def _note_committed(self) -> None:
+        """Report what SQLite has committed, if so, although the transaction goes on; what follows is in another one."""
+        if not has_begun(self.connection):
+            self.hooks.make_up()
+            for participant in self.participants:
+                participant.note_committed()
+
     def _roll_back_to_savepoint(self, name: str) -> None:
         self.hooks.note_savepoint_undone()  # first: an interrupt may come as soon as the database is done
         self.sqlalchemy._rollback_to_savepoint_impl(name)
@@ -192,11 +244,17 @@ class ConnectionTracker:
         """Send a statement. An error may mean that everything is rolled back, and an interrupt may hide that error."""
         if self.hooks.is_unanswered:
             self.hooks.make_up()
+        is_commit = self.connection.dialect.name == "sqlite" and self._commits_by_itself(args[2])
+        if is_commit:
+            self._check(is_end=False)
         try:
-            return self.sqlalchemy._execute_context(*args, **more)
+            answer = self.sqlalchemy._execute_context(*args, **more)
         except BaseException:
             self.hooks.is_unanswered = True  # no signal handler runs before this: nothing is called
             raise
+        if is_commit:
+            self._note_committed()
+        return answer
 
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:
         self.hooks.is_unanswered = True  # also where rows are fetched
@@ -209,7 +267,7 @@ class ConnectionTracker:
         self.sqlalchemy._handle_dbapi_exception(*error, **more)
 
     def _prepare(self, xid: Any) -> None:
-        self._check()
+        self._check(is_end=True)
         self._is_in_doubt = _is_alive(self.connection)
         try:
             self.sqlalchemy._prepare_twophase_impl(xid)
@@ -259,26 +317,18 @@ def mark(connection: Connection, comment: str) -> None:
         found.hooks.mark(comment)
 
 
+def open_savepoints(connection: Connection) -> list[str]:
+    """Return the names of the open savepoints, the outermost first."""
+    found, nested = list[str](), connection.get_nested_transaction()
+    while nested is not None:
+        found.insert(0, nested._savepoint)  # no public API names an open savepoint, or the one around it
+        nested = nested._previous_nested
+    return found
+
+
 def _is_alive(connection: Connection) -> bool:
     """Return whether the connection is usable, as far as SQLAlchemy knows."""
     return connection._dbapi_connection is not None  # without one it is closed or invalidated
-
-
-def is_autocommit(connection: Connection) -> bool:
-    """Return whether each statement commits, by the isolation level or by a setting made directly on the driver.
-
-    No I/O. On SQLite, and before SQLAlchemy 2.0.43, only the isolation level is known.
-    """
-    dialect: Any = connection.dialect
-    if connection._is_autocommit_isolation():  # the public way queries the server
-        return True
-    detect: Any = getattr(dialect, "detect_autocommit_setting", None)
-    if detect is None or dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
-        return False
-    try:
-        return bool(detect(connection.connection.dbapi_connection))
-    except NotImplementedError:
-        return False
 
 
 def is_undone(connection: Connection) -> bool:
@@ -313,37 +363,3 @@ def has_rolled_back(connection: Connection, error: BaseException) -> bool:
             return bool(cursor.fetchone()[0])
     except dialect.dbapi.Error:
         return True
-
-
-def has_begun(connection: Connection) -> bool:
-    """Return, after a write, whether it is part of a transaction: SQLite can be set to begin none. No I/O."""
-    if connection.dialect.name != "sqlite":
-        return True
-    driver: Any = connection.connection.driver_connection
-    return bool(driver.in_transaction)
-
-
-def begins_by_itself(connection: Connection) -> bool:
-    """Return whether SQLite's driver begins a transaction before the first write, as it does by default."""
-    driver: Any = connection.connection.driver_connection
-    return driver.isolation_level is not None and getattr(driver, "autocommit", -1) != True  # noqa: E712 - -1 is true, too
-
-
-def no_fence_in_autocommit(name: str) -> NotSupported:
-    """Return the error for a lock where every statement commits by itself: its writes could not be fenced."""
-    return NotSupported(
-        f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
-        "or pass fence=False if something else protects the data",
-        name=name,
-    )
-
-
-def refuse_unbegun(connection: Connection, name: str) -> None:
-    """Raise NotSupported if the admit was not part of a transaction: SQLite's driver was set to begin none."""
-    if not has_begun(connection):
-        raise NotSupported(
-            f"this SQLite connection is in no transaction, so the lock {name!r} cannot fence its writes: roll back, "
-            "if an error has ended it; if none has begun, send BEGIN IMMEDIATE in the engine's event 'begin', or leave "
-            "the driver's isolation_level alone",
-            name=name,
-        )

@@ -39,7 +39,7 @@ class RootTransaction:
         self.was_committed = False
         """Whether the session reports a commit; it does not know about lost connections or their owners."""
         self.settlers: list[Callable[[Outcome], None]] = []
-        self._is_checked = self._owns_connection = False
+        self._is_checked = self._owns_connection = self._is_partly_committed = False
         self._pending: deque[Callable[[], None]] | None = None
         """The functions that are still to be called, now that it has ended."""
 
@@ -58,12 +58,19 @@ class RootTransaction:
             self._owns_connection |= self._owns(connection)
             tracker_for(connection).participants.append(self)
 
-    def check(self) -> None:
-        """Refuse the following COMMIT on one of the connections: nothing has been committed on any so far."""
-        if not self._is_checked:
+    def check(self, *, is_end: bool = True) -> None:
+        """Refuse the following COMMIT on one of the connections: nothing has been committed on any so far.
+
+        After one that is not the end of it, everything is checked again.
+        """
+        if not (is_end and self._is_checked):
             for check in self.checks:
                 check()
-            self._is_checked = True
+            self._is_checked = is_end
+
+    def note_committed(self) -> None:
+        """Record that work in it was committed, although it goes on: an attempt that did it is not repeated."""
+        self._is_partly_committed = True
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
         """Record how the transaction has ended on a connection; normally the session then returns its connections.
@@ -124,7 +131,10 @@ class RootTransaction:
         if not self.outcomes:
             return Outcome.COMMITTED if self.was_committed else Outcome.ROLLED_BACK
         known = [outcome or outcome_so_far(connection) for connection, outcome in self.outcomes.items()]
-        return known[0] if known.count(known[0]) == len(known) else Outcome.UNKNOWN
+        if known.count(known[0]) != len(known):
+            return Outcome.UNKNOWN
+        is_kept = self._is_partly_committed and known[0] is Outcome.ROLLED_BACK
+        return Outcome.COMMITTED if is_kept else known[0]  # otherwise an attempt would be repeated
 
 
 def connections_in(transaction: SessionTransaction) -> list[Connection]:

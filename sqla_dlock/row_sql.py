@@ -12,7 +12,7 @@ from sqlalchemy.sql.selectable import FromGrouping
 from dlock_core.errors import NotSupported
 from dlock_core.sql import row_locks
 from dlock_core.sql.row_locks import RowLock, milliseconds, whole_seconds
-from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.begun import has_begun, is_autocommit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,8 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.sql.database import comment, session_id
 from dlock_core.transactions.tie import TieState
 from dlock_core.transactions.transaction_lock import LockAcquire
-from sqla_dlock.connections import begins_by_itself, is_autocommit, mark, no_fence_in_autocommit, refuse_unbegun
+from sqla_dlock.begun import begins_by_itself, is_autocommit, no_fence_in_autocommit, refuse_unbegun
+from sqla_dlock.connections import mark
 from sqla_dlock.fencing import READ_COMMITTED
 from sqla_dlock.names import is_mapped
 from sqla_dlock.root_transaction import is_of_test

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.connections import tracker_for, tracker_of
+from sqla_dlock.connections import open_savepoints, tracker_for, tracker_of
 from sqla_dlock.first_statement import EVADED
 from sqla_dlock.root_transaction import RootTransaction, connections_in
 
@@ -129,11 +129,7 @@ def on_end(
 
 def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -> None:
     """Call `restore` once if a savepoint that is open now is rolled back, which undoes the work in it."""
-    open_now, nested = set[str](), connection.get_nested_transaction()
-    while nested is not None:
-        open_now.add(nested._savepoint)  # noqa: SLF001 - no public API names an open savepoint, or the one around it
-        nested = nested._previous_nested  # noqa: SLF001
-    if open_now:
+    if open_now := set(open_savepoints(connection)):
         tracker_for(connection).undo.append((open_now, restore))
 
 

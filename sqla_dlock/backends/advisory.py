@@ -13,7 +13,7 @@ from dlock_core.backends.advisory import PREFIX, CallerTransaction
 from dlock_core.errors import NotSupported
 from sqla_dlock.backends.connector import as_driver_takes, pool_of
 from sqla_dlock.backends.table import engine_of
-from sqla_dlock.connections import is_autocommit
+from sqla_dlock.begun import is_autocommit
 from sqla_dlock.transactions import connections_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.elements import BinaryExpression
 
-from sqla_dlock.connections import is_autocommit
+from sqla_dlock.begun import is_autocommit
 from sqla_dlock.versions.aggregates import roots_of_changes
 from sqla_dlock.versions.conflicts import (
     find_stale,

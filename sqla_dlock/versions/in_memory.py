@@ -19,7 +19,7 @@ from sqlalchemy.orm import LoaderCallableStatus, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError
 
-from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.begun import has_begun, is_autocommit
 from sqla_dlock.versions.conflicts import lock_versions, stale_instance
 from sqla_dlock.versions.mapping import counts_by_one, require_kind, set_by_update, version_key
 

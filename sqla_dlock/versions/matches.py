@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import BindParameter, ClauseElement, Delete, Engine, Update, bindparam, event, false, select, tuple_
 from sqlalchemy.sql import visitors
 
-from sqla_dlock.connections import has_begun, is_autocommit
+from sqla_dlock.begun import has_begun, is_autocommit
 from sqla_dlock.statements import is_on_class, plain, set_values
 from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.conflicts import in_parts, lock_versions

@@ -12,7 +12,8 @@ from weakref import WeakSet
 from sqlalchemy import Engine, event
 from sqlalchemy.orm import Session
 
-from sqla_dlock.connections import has_begun, has_rolled_back, is_undone
+from sqla_dlock.begun import has_begun
+from sqla_dlock.connections import has_rolled_back, is_undone
 from sqla_dlock.root_transaction import connections_in
 from sqla_dlock.versions.in_memory import forget_undone
 from sqla_dlock.versions.mapping import VersionedMixin

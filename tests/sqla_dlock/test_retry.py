@@ -545,6 +545,33 @@ def test_conflict_after_the_commit_of_a_test_suite_s_savepoint_is_raised_at_once
         transaction.rollback()
 
 
+@pytest.mark.parametrize(
+    "pay",
+    [
+        lambda session: session.begin_nested(),
+        lambda session: session.execute(text("WITH a AS (SELECT 'a') INSERT INTO counter SELECT NULL, 'a', 0 FROM a")),
+    ],
+    ids=["savepoint", "statement"],
+)
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_what_sqlite_has_committed_although_the_transaction_goes_on_is_not_done_again(engine, pay):
+    """Its driver sends BEGIN only before some writes: without our events, the end of a savepoint may be a COMMIT."""
+    plain = create_engine(engine.url)
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(plain))
+    def work(session: Session) -> None:
+        with pay(session):
+            session.add(Counter(name="paid"))
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+    assert attempts.made == 1
+    plain.dispose()
+
+
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
 def test_inside_the_transaction_of_its_connection_it_refuses(engine):
     attempts = Attempts()

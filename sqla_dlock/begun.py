@@ -1,0 +1,63 @@
+"""Whether the statements on a Connection are in a transaction of its database, as SQLAlchemy takes for granted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.errors import NotSupported
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+__all__ = ["begins_by_itself", "has_begun", "is_autocommit", "no_fence_in_autocommit", "refuse_unbegun"]
+
+
+def is_autocommit(connection: Connection) -> bool:
+    """Return whether each statement commits, by the isolation level or by a setting made directly on the driver.
+
+    No I/O. On SQLite, and before SQLAlchemy 2.0.43, only the isolation level is known.
+    """
+    dialect: Any = connection.dialect
+    if connection._is_autocommit_isolation():  # noqa: SLF001 - the public way queries the server
+        return True
+    detect: Any = getattr(dialect, "detect_autocommit_setting", None)
+    if detect is None or dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
+        return False
+    try:
+        return bool(detect(connection.connection.dbapi_connection))
+    except NotImplementedError:
+        return False
+
+
+def has_begun(connection: Connection) -> bool:
+    """Return, after a write, whether it is part of a transaction: SQLite can be set to begin none. No I/O."""
+    if connection.dialect.name != "sqlite":
+        return True
+    driver: Any = connection.connection.driver_connection
+    return bool(driver.in_transaction)
+
+
+def begins_by_itself(connection: Connection) -> bool:
+    """Return whether SQLite's driver begins a transaction before the first write, as it does by default."""
+    driver: Any = connection.connection.driver_connection
+    return driver.isolation_level is not None and getattr(driver, "autocommit", -1) != True  # noqa: E712 - -1 is true, too
+
+
+def no_fence_in_autocommit(name: str) -> NotSupported:
+    """Return the error for a lock where every statement commits by itself: its writes could not be fenced."""
+    return NotSupported(
+        f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
+        "or pass fence=False if something else protects the data",
+        name=name,
+    )
+
+
+def refuse_unbegun(connection: Connection, name: str) -> None:
+    """Raise NotSupported if the admit was not part of a transaction: SQLite's driver was set to begin none."""
+    if not has_begun(connection):
+        raise NotSupported(
+            f"this SQLite connection is in no transaction, so the lock {name!r} cannot fence its writes: roll back, "
+            "if an error has ended it; if none has begun, send BEGIN IMMEDIATE in the engine's event 'begin', or leave "
+            "the driver's isolation_level alone",
+            name=name,
+        )
