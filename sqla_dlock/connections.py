@@ -25,7 +25,7 @@ from dlock_core.sql.driver_errors import (
 from dlock_core.sql.statement_kinds import is_data_statement, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.begun import has_begun
+from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
 from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class ConnectionTracker:
             )
 
         if connection.dialect.name == "sqlite":
-            self._first_savepoint = next(iter(open_savepoints(connection)), None)
+            self._first_savepoint = _may_have_begun(connection)
             vars(connection).update(
                 _savepoint_impl=self._begin_savepoint, _release_savepoint_impl=self._release_savepoint
             )
@@ -324,6 +324,14 @@ def open_savepoints(connection: Connection) -> list[str]:
         found.insert(0, nested._savepoint)  # no public API names an open savepoint, or the one around it
         nested = nested._previous_nested
     return found
+
+
+def _may_have_begun(connection: Connection) -> str | None:
+    """Return the outermost open savepoint, if it may have begun SQLite's transaction: what came before is not known."""
+    savepoints = open_savepoints(connection)
+    if not savepoints or not _is_alive(connection):
+        return None
+    return savepoints[0] if is_autocommit(connection) or begins_by_itself(connection) else None
 
 
 def _is_alive(connection: Connection) -> bool:
