@@ -22,7 +22,7 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "AmbiguousKey", "Kind", "canonical", "join", "plain_number", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "REFUSALS", "AmbiguousKey", "Kind", "canonical", "join", "plain_number", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
@@ -81,6 +81,10 @@ def plain_number(value: Any) -> Any:
     return value
 
 
+REFUSALS: Final = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError)
+"""What a converter raises for a value that is no key; the program's own types may raise any of them."""
+
+
 class AmbiguousKey(ValueError):
     """A value that databases read differently; the text of the error is what to give instead."""
 
@@ -93,11 +97,13 @@ class Kind:
         label: The text that stands for the model in names.
         converters: One function for each column of the key. A value that it refuses with an error is no key.
         key_of: Returns the key of an instance of the model, and None for any other value.
+        takes: For each column the types that only its converter accepts: float and bool have no text of their own.
     """
 
     label: str
     converters: tuple[Callable[[Any], Any], ...]
     key_of: Callable[[Any], Sequence[Any] | None]
+    takes: tuple[tuple[type, ...], ...] = ()
 
     def read_key(self, values: Sequence[Any]) -> tuple[list[Any], int]:
         """Return the key with which these parts begin, and how many of the parts it took.
@@ -112,15 +118,17 @@ class Kind:
             used = 1 if key is first else width
         if len(key) != width:
             raise NoSuchKey(self.label, key=key)
-        return [self._converted(*each) for each in zip(self.converters, key, strict=True)], used
+        takes = self.takes or ((),) * width
+        return [self._converted(*each) for each in zip(self.converters, takes, key, strict=True)], used
 
-    def _converted(self, convert: Callable[[Any], Any], value: Any) -> Any:
-        _text(value)  # A converter such as str() would accept any value, also one whose text is an address.
+    def _converted(self, convert: Callable[[Any], Any], takes: tuple[type, ...], value: Any) -> Any:
+        if type(value) not in takes:
+            _text(value)  # A converter such as str() would accept any value, also one whose text is an address.
         try:
             return convert(value)
         except AmbiguousKey as error:
             raise NoSuchKey(self.label, key=value, reason=str(error)) from None
-        except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError):  # also of the program's own types
+        except REFUSALS:
             raise NoSuchKey(self.label, key=value) from None
 
 
