@@ -10,12 +10,9 @@ from weakref import ref
 
 from sqlalchemy import (
     BigInteger,
-    Column,
     Connection,
     Engine,
-    Integer,
     String,
-    Uuid,
     bindparam,
     column,
     event,
@@ -54,7 +51,6 @@ __all__ = [
     "RowFence",
     "TableFence",
     "class_of",
-    "fence_for",
     "keeps_snapshot",
     "metadata",
     "table",
@@ -199,7 +195,7 @@ class RowFence(TableFence):
                 f"{mapper.class_.__name__} has a composite key: name its lock by a text instead of its class"
             )
         (self.column,) = self.table.primary_key.columns
-        self.key = _key_of(mapper, self.column, key)
+        self.key = key
 
     def admit(self, connection: Connection, entry: FenceEntry) -> None:
         self._run_on_row(fence_sql.admit, connection, entry)
@@ -224,24 +220,6 @@ class RowFence(TableFence):
         if schema := connection.schema_for_object(self.table):  # minds a schema_translate_map
             table = f"{quoted.quote_schema(schema)}.{table}"
         return fence_sql.statements(_vendor(connection), table, f"{quoted.format_column(self.column)} = :key")
-
-
-def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
-    """Convert a key that may be text from a URL to the type that the driver expects."""
-    if not isinstance(key, str) or not isinstance(column.type, Integer | Uuid):
-        return key
-    kind = column.type.python_type
-    try:
-        return kind(key)
-    except ValueError:
-        raise ValueError(f"a key of {mapper.class_.__name__} is {kind.__name__}, not {key!r:.80}") from None
-
-
-def fence_for(parts: tuple[Any, ...]) -> TableFence:
-    """Return the fence of a lock by its parts: (class, key) of a `FencedMixin` class, or anything else."""
-    if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
-        return RowFence(inspect(parts[0]), parts[1])
-    return TABLE_FENCE
 
 
 class Port:

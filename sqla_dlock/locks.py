@@ -11,7 +11,7 @@ import threading
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, inspect
 from sqlalchemy.orm import Session
 
 from dlock_core import names
@@ -24,9 +24,9 @@ from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.multilock import TiedLocks
 from dlock_core.transactions.tied_lease import TiedLease, TiedLeases
 from dlock_core.transactions.transaction_lock import Options, TiedLock
-from sqla_dlock.fencing import TABLE_FENCE, fence_for
+from sqla_dlock.fencing import TABLE_FENCE, FencedMixin, RowFence
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
-from sqla_dlock.names import is_mapped, plain, with_class
+from sqla_dlock.names import is_mapped, plain, row_key, with_class
 from sqla_dlock.stores import plain_async_session, plain_session, store_of
 from sqla_dlock.tie import InsideAcquire, SessionAcquire
 
@@ -123,7 +123,8 @@ class SessionLock(TiedLock):
         """`bind`: the caller's `bind`; without it the mapped classes in the lock's name say what is protected."""
         self.fence, self._classes = TABLE_FENCE, ()
         if values is not parts:  # a mapped class is among them
-            self.fence = fence_for((*parts[:1], *values[1:]))
+            if len(parts) == len(values) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
+                self.fence = RowFence(inspect(parts[0]), row_key(*parts))
             self._classes = tuple(filter(is_mapped, parts))
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)

@@ -1,14 +1,15 @@
 """Mapped classes in a lock's name: every spelling of a key is one lock, and what cannot be a key is no row."""
 
 import uuid
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
 import pytest
 from sqlalchemy import (
     CHAR,
+    BigInteger,
     Boolean,
     Column,
     Date,
@@ -17,8 +18,11 @@ from sqlalchemy import (
     ForeignKey,
     Integer,
     Interval,
+    LargeBinary,
     Numeric,
     String,
+    Text,
+    Time,
     TypeDecorator,
     Uuid,
     create_engine,
@@ -26,6 +30,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy import Enum as SqlEnum
+from sqlalchemy.dialects import mysql
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, with_polymorphic
 
 from dlock_core.errors import NoSuchKey, NotSupported
@@ -36,6 +41,7 @@ from tests.sqla_dlock.models import ColdStock, Counter, HeavyParcel, LightParcel
 
 KEY = uuid.UUID("a1b2c3d4-0000-4000-8000-00000000abcd")
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+NOON_TEXT = "2026-03-01%2012%3A00%3A00%2B00%3A00"
 
 
 class Guid(TypeDecorator[uuid.UUID]):
@@ -97,9 +103,27 @@ class Size(StrEnum):
     BIG = "b"
 
 
+class Rank(IntEnum):
+    FIRST = 1
+
+
 class NamedColour(TypeDecorator[Colour]):
     impl = SqlEnum(Colour)
     cache_ok = True
+
+
+class PlainText(TypeDecorator[str]):
+    """Its method expects what a column of text returns."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.impl = kind
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return value.strip()
 
 
 class Base(DeclarativeBase):
@@ -131,6 +155,19 @@ def with_key(kind: Any) -> Any:
     return type(
         "Keyed", (registry().generate_base(),), {"__tablename__": "keyed", "id": Column(kind, primary_key=True)}
     )
+
+
+class AsText(TypeDecorator[int]):
+    """A number that its column has as text."""
+
+    impl = String(9)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        return str(int(value))
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return int(value)
 
 
 class Code(Base):
@@ -168,7 +205,7 @@ def name(*parts: Any) -> str:
         (
             Reading,
             [NOON, "2026-03-01T12:00:00Z", "2026-03-01 12:00+00:00"],
-            "reading:2026-03-01%2012%3A00%3A00%2B00%3A00",
+            f"reading:{NOON_TEXT}",
         ),
         (Shelf, [("a", 2), ["a", "02"]], "shelf:a:2"),
         (Code, ["abc"], "code:abc"),
@@ -192,10 +229,14 @@ def test_every_spelling_of_a_key_is_one_lock(mapped, spellings, expected):
         (NamedColour, [Colour.RED, "RED"], "keyed:RED"),
         (Float, ["1.50", "1.5", Decimal("1.500"), "15e-1"], "keyed:1.5"),
         (Numeric(10, 2, asdecimal=False), ["1.50", "1.5", Decimal("1.5")], "keyed:1.5"),
-        (Boolean, [1, "1", "01"], "keyed:1"),
+        (Float, [1.5, "1.5"], "keyed:1.5"),
+        (Float, [0.1 + 0.2, "0.30000000000000004"], "keyed:0.30000000000000004"),
+        (Numeric(10, 2, asdecimal=False), [1.5, "1.50"], "keyed:1.5"),
+        (Boolean, [True, 1, "1", "01"], "keyed:1"),
+        (Boolean, [False, 0, "0"], "keyed:0"),
         (ReadBack(Integer()), [42, "042"], "keyed:int-42"),
-        (ReadBack(Boolean()), [1, "1"], "keyed:bool-True"),
-        (ReadBack(Float()), ["1.50", Decimal("1.5")], "keyed:float-1.5"),
+        (ReadBack(Boolean()), [True, 1, "1"], "keyed:bool-True"),
+        (ReadBack(Float()), [1.5, "1.50", Decimal("1.5")], "keyed:float-1.5"),
         (ReadBack(Uuid()), [KEY, KEY.hex], f"keyed:UUID-{KEY}"),
         (ReadBack(Uuid(as_uuid=False)), [KEY, KEY.hex], f"keyed:str-{KEY}"),
         (ReadBack(SqlEnum(Colour)), [Colour.RED, "RED"], "keyed:Colour-Colour.RED"),
@@ -208,6 +249,78 @@ def test_every_spelling_of_a_key_is_one_lock(mapped, spellings, expected):
 )
 def test_every_spelling_is_one_lock_whatever_the_type_of_the_column(kind, spellings, expected):
     assert {name(with_key(kind), spelling) for spelling in spellings} == {expected}
+
+
+PG = "postgresql"
+VARIANTS = [
+    (String(20).with_variant(CHAR(6), PG), ["ab", "ab ", "ab    "], "ab"),
+    (String(36).with_variant(Uuid(as_uuid=False), PG), [str(KEY), str(KEY).upper(), KEY.hex, KEY], str(KEY)),
+    (Uuid().with_variant(CHAR(36), "sqlite"), [KEY, KEY.hex, f"{str(KEY).upper()} "], str(KEY)),
+    (CHAR(36).with_variant(Uuid(), PG), [KEY, KEY.hex, f"{str(KEY).upper()} "], str(KEY)),
+    (String(20).with_variant(BigInteger, PG), ["42", "042"], "42"),
+    (String(20).with_variant(BigInteger, PG), ["a42"], "a42"),
+    (String(20).with_variant(Numeric(10, 2), PG), ["1.5", "1.50"], "1.5"),
+    (String(20).with_variant(Date, PG), ["2026-03-01", "20260301"], "2026-03-01"),
+    (BigInteger().with_variant(Integer, "sqlite"), [42, "42", "042"], "42"),
+    (Number().with_variant(String(9), "sqlite"), ["42", "042"], "42"),
+    (String(36).with_variant(Guid, PG), [KEY, KEY.hex, str(KEY).upper()], str(KEY)),
+    (PlainText(String(20).with_variant(CHAR(6), PG)), ["ab", "ab "], "ab"),
+    (PlainText(String(36).with_variant(Uuid(as_uuid=False), PG)), [KEY.hex, str(KEY).upper()], str(KEY)),
+    (DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql"), [NOON, str(NOON)], NOON_TEXT),
+    (DateTime().with_variant(DateTime(timezone=True), PG), [NOON, str(NOON)], NOON_TEXT),
+    (Boolean().with_variant(Integer, "sqlite"), [True, 1, "1"], "1"),
+    (Float().with_variant(Numeric(10, 2), PG), [1.5, "1.50"], "1.5"),
+    (SqlEnum(Colour).with_variant(CHAR(9), "sqlite"), [Colour.RED, "RED", "RED  "], "RED"),
+]
+
+
+@pytest.mark.parametrize(("kind", "spellings", "expected"), VARIANTS)
+def test_every_spelling_is_one_lock_if_the_column_has_another_type_on_one_database(kind, spellings, expected):
+    assert {name(with_key(kind), spelling) for spelling in spellings} == {f"keyed:{expected}"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (BigInteger().with_variant(Integer, "sqlite"), "x"),
+        (String(9).with_variant(CHAR(9), PG), 42),
+        (String(9).with_variant(BigInteger, PG), 42),  # MariaDB reads "042", too
+        (String(9).with_variant(Date, PG), NOON.date()),
+        (Date().with_variant(DateTime, PG), NOON.replace(tzinfo=None)),  # SQLite reads the date of it
+        (DateTime().with_variant(DateTime(timezone=True), PG), NOON.replace(tzinfo=None)),
+        (DateTime(timezone=True).with_variant(DateTime, PG), NOON),
+    ],
+)
+def test_what_is_no_key_on_one_database_or_is_another_one_there_is_refused(kind, key):
+    with pytest.raises(NoSuchKey):
+        name(with_key(kind), key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "stored"),
+    [
+        (String(20).with_variant(BigInteger, PG), "042", "042"),
+        (String(36).with_variant(Uuid(as_uuid=False), PG), KEY.hex, KEY.hex),
+        (BigInteger().with_variant(Integer, "sqlite"), "042", 42),
+        (Integer().with_variant(String(9), "sqlite"), "a42", "a42"),
+        (String(20).with_variant(BigInteger, PG), None, 42),
+    ],
+)
+def test_fence_is_in_the_row_that_the_key_reaches_although_the_name_unites_more(kind, key, stored):
+    base = registry().generate_base()
+    fenced = type("Row", (FencedMixin, base), {"__tablename__": "fenced_row", "id": Column(kind, primary_key=True)})
+    for given in (key or fenced(id=stored), fenced(id=stored)):
+        assert lock(Session(), fenced, given).fence.key == stored
+
+
+def test_number_as_text_names_the_fenced_row_as_its_text_does():
+    class Coded(FencedMixin, registry().generate_base()):
+        __tablename__ = "coded"
+        id: Mapped[str] = mapped_column(String(9), primary_key=True)
+
+    for key in (42, "42", Decimal("42.0")):
+        assert (found := lock(Session(), "coded", key)).name == "coded:42"
+        assert found.fence.key == "42"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +343,10 @@ def test_every_spelling_is_one_lock_whatever_the_type_of_the_column(kind, spelli
         (Date, NOON),
         (Date, NOON.replace(hour=0)),
         (Boolean, 2),
+        *[(Date, key) for key in (20260301, Decimal(20260301))],  # MariaDB compares dates with numbers
+        *[(Time, key) for key in (NOON.replace(tzinfo=None), NOON, "12:00:00Z", 120000)],  # it would reach 12:00
+        *[(String(9), key) for key in (42, 0, Decimal(42), Rank.FIRST, timedelta(1), NOON, NOON.date(), time(12))],
+        *[(kind, 42) for kind in (Text, CHAR(9), LargeBinary(9), ReadBack(String()))],
         (Integer, "4_2"),  # MariaDB reads it as 4
         (Integer, "٤٢"),
         (Integer, "\x1c42"),
@@ -244,6 +361,23 @@ def test_every_spelling_is_one_lock_whatever_the_type_of_the_column(kind, spelli
 def test_value_that_the_type_of_the_column_refuses_is_no_row(kind, key):
     with pytest.raises(NoSuchKey, match="cannot be a key of keyed"):
         name(with_key(kind), key)
+
+
+@pytest.mark.parametrize("key", [42, Decimal(42), Rank.FIRST])
+def test_number_for_a_text_key_is_refused_with_the_advice_to_give_the_text(key):
+    """MariaDB compares a text with a number as numbers, so that 42 also reaches the row "042"."""
+    with pytest.raises(NoSuchKey, match="give the text"):
+        name(Code, key)
+    assert name(with_key(AsText), 42) == name(with_key(AsText), "042") == "keyed:42"
+
+
+@pytest.mark.parametrize("kind", [String(9), Integer, Numeric, DateTime, Uuid, Date, SqlEnum(Colour), AsText])
+@pytest.mark.parametrize("key", [True, 1.5])
+def test_bool_and_float_are_keys_only_where_the_column_has_such_values(kind, key):
+    with pytest.raises(TypeError, match=r"not (bool|float)"):
+        name(with_key(kind), key)
+    with pytest.raises(TypeError, match=r"not (bool|float)"):
+        name(with_key(Boolean if key == 1.5 else Float), key)
 
 
 def test_alias_of_a_class_is_no_name():
