@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from enum import Enum as PythonEnum
 from functools import partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Final
@@ -145,9 +146,9 @@ def _text(value: Any) -> Any:
     """Return the key of a column of text, which is text.
 
     MariaDB compares a text with a number as numbers: 42 is also "042". Drivers write times in several ways, and drop
-    zones.
+    zones. In a comparison, SQLAlchemy writes a UUID as hexadecimal digits, and psycopg a member of an Enum by its name.
     """
-    if isinstance(value, Number | date | time | timedelta):
+    if isinstance(value, Number | date | time | timedelta | UUID | PythonEnum) and not isinstance(value, str):
         raise names.AmbiguousKey("give the text, as databases compare a text with other values in their own ways")
     return value
 
@@ -158,7 +159,12 @@ def _unpadded(value: Any) -> Any:
 
 
 def _integer(value: Any) -> int:
-    found = int(names.plain_number(value))
+    number = names.plain_number(value)
+    try:
+        found = int(number)
+    except ValueError:
+        Decimal(number)  # which raises an error for a text that is no number
+        raise names.AmbiguousKey("give the number without a fraction, as some databases ignore .0") from None
     if not isinstance(value, str) and found != value:  # int() would turn 1.5 into the key of another row
         raise ValueError(value)
     return found

@@ -185,7 +185,7 @@ NUMBERS = [42, "42", "042", "42.0", " 42", Decimal(42), "1.5", "1.50", Decimal("
 DAY = NOON.replace(hour=0, tzinfo=None)
 DAYS = [DAY, DAY.date(), str(DAY.date()), "20260301", 20260301, DAY.replace(hour=12), DAY.time(), time(12), "12:00"]
 KINDS = {
-    "text": (String(20), [*NUMBERS, *DAYS]),
+    "text": (String(36), [*NUMBERS, *DAYS, KEY, str(KEY), KEY.hex]),
     "text, padded": (String(20).with_variant(CHAR(6), "postgresql"), TEXTS),
     "text, padded here": (CHAR(6).with_variant(String(6), "postgresql"), TEXTS),
     "text, UUID": (String(36).with_variant(Uuid(as_uuid=False), "postgresql"), UUIDS),
@@ -193,6 +193,7 @@ KINDS = {
     "UUID, text": (Uuid().with_variant(CHAR(36), "sqlite", "mysql", "mariadb"), UUIDS),
     "own text, UUID": (Upper(), UUIDS),
     "text, integer": (String(20).with_variant(BigInteger, "postgresql"), NUMBERS),
+    "integer, text": (BigInteger().with_variant(String(20), "postgresql"), NUMBERS),
     "text, decimal": (String(20).with_variant(Numeric(10, 2), "postgresql"), NUMBERS),
     "text, date": (String(20).with_variant(Date, "postgresql"), DAYS),
     "date": (Date(), DAYS),
