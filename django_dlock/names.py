@@ -121,7 +121,7 @@ def _row_model(model: type[models.Model]) -> type[models.Model]:
     model = model._meta.concrete_model or model
     field, link = fence_field(model), model._meta.pk
     fenced = None if field is None else field.model
-    parent: Any = link.remote_field.model if link.remote_field and link.remote_field.parent_link else None  # type: ignore[union-attr]
+    parent: Any = link.remote_field.model if link.remote_field and link.remote_field.parent_link else None
     if parent is None and fenced not in (None, model):
         raise NotSupported(
             f"{model.__name__} has its own key, but its fence is in {fenced.__name__}: lock {fenced.__name__}"

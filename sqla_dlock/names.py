@@ -124,8 +124,8 @@ def _row_mapper(mapper: Mapper[Any]) -> Mapper[Any]:
     if issubclass(mapper.class_, FencedMixin) > issubclass(above.class_, FencedMixin):
         kind, base = mapper.class_.__name__, above.class_.__name__
         raise NotSupported(
-            f"{kind} is a row of {base}, whose own lock has not the fence of {kind}: put FencedMixin on {base}, or name "
-            "the lock by a text instead of its class"
+            f"{kind} is a row of {base}, whose own lock has not the fence of {kind}: put FencedMixin on {base}, or "
+            "name the lock by a text instead of its class"
         )
     return _row_mapper(above)
 
