@@ -141,7 +141,15 @@ class _RowLockCompiler(SQLCompiler):
 
 
 def in_order_of_keys(rows: Any) -> Any:
-    """Return a queryset in the order of its primary keys, in which every caller locks rows."""
+    """Return a queryset in the order of its primary keys, in which every caller locks rows.
+
+    Raises NotSupported for a slice, whose own order says which rows it has.
+    """
+    if rows.query.is_sliced:
+        raise NotSupported(
+            "a slice cannot be locked in the order of its keys: add skip_locked=True, or lock the rows whose keys you "
+            "have read from it, filter(pk__in=[...])"
+        )
     found = rows.order_by("pk")
     found.query.standard_ordering = True  # `reverse()` outlasts a new order
     return found

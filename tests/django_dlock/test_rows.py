@@ -461,6 +461,11 @@ def test_rows_are_locked_in_the_order_of_their_keys(database, sql):
     assert "DESC" not in sql()[-2]
 
 
+def test_slice_has_its_own_order_and_is_refused(database):
+    with atomic(database), pytest.raises(NotSupported, match=r"add skip_locked=True, or lock the rows whose keys"):
+        stocks(database).order_by("pieces")[:1].lock_rows()
+
+
 @with_row_locks
 def test_timeout_of_many_rows_names_their_model(stock, database):
     with other_transaction(database) as other:
