@@ -35,8 +35,8 @@ TICKS_PER_S: Final = 32
 """Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
 MAX_BATCH: Final = 1000
 """Leases that are renewed by one request, at most."""
-SILENT_AFTER_S: Final = 0.05
-"""Seconds without an answer after which the renewal of a lease on another connection begins, at the latest."""
+MAX_ROUND_S: Final = 0.1
+"""Seconds within which the renewals of leases with one connection each begin: others may be due meanwhile."""
 
 
 class Watchdog:
@@ -100,12 +100,10 @@ class Watchdog:
         return held.renewal_tick == tick or held.request.holder not in self._due.get(held.renewal_tick, ())
 
     def _renew_each(self, leases: list[LeaseRecord]) -> None:
-        """Renew leases that have one connection each, in threads: a silent one delays no other, now or later.
+        """Renew leases that have one connection each, in threads, so that a silent one delays no other.
 
         The next renewal begins when the one before has ended, or is late.
         """
-        shortest = min(held.remaining() for held in leases)
-        pause = min(SILENT_AFTER_S, shortest / 4 / len(leases))  # so that all begin in time
         for held in leases:
             ended = Wakeup()
             args = (held, ended)
@@ -113,7 +111,7 @@ class Watchdog:
                 start_thread(threading.Thread(target=self._renew_alone, args=args, name="dlock-renewal", daemon=True))
             except RuntimeError:  # There can be no more threads.
                 self._renew_alone(held, ended)
-            ended.wait(pause)
+            ended.wait(MAX_ROUND_S / len(leases))
 
     def _renew_alone(self, held: LeaseRecord, ended: Wakeup) -> None:
         try:

@@ -27,7 +27,7 @@ from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import mysql, session
 from dlock_core.backends.advisory.labels import key_of, word_of
 from dlock_core.backends.sql.connection import SocketKey, leave_to_parent
-from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotSupported
 from dlock_core.leases import watchdog
 from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
@@ -504,6 +504,48 @@ def test_forked_child_leaves_its_parents_connections_alone(store, alias):
     lease.renew()
     with Lock(store, "spare"):
         assert lease.release() is Released.RELEASED
+
+
+@both
+def test_forked_child_ends_no_holder_by_a_token_that_its_parent_has_given_back(store, alias):
+    """The session may have the lock again, with another token, of which the child does not know."""
+    old = Lock(store, NAME).acquire()
+    begin, go = os.pipe()
+    if not (child := os.fork()):
+        status = 1
+        try:
+            os.read(begin, 1)
+            with suppress(NotSupported):
+                run(store.force_release(BLOCKING, NAME, old.token))
+            status = 0
+        finally:
+            os._exit(status)
+    old.release()
+    new = Lock(store, NAME).acquire()
+    os.write(go, b"1")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(begin)
+    os.close(go)
+    new.renew()
+    assert new.release() is Released.RELEASED
+
+
+IDLE_LIMIT = {
+    "postgresql": "SELECT CAST(setting AS integer) / 1000.0 FROM pg_settings WHERE name = 'idle_session_timeout'",
+    "mariadb": "SELECT @@wait_timeout",
+}
+
+
+@both
+def test_renewal_that_is_late_does_not_shorten_the_one_of_the_caller(store, alias):
+    lease = Lock(store, NAME, ttl=2.0, renew=False).acquire()
+    late = Renewal(lease._held.request, lease._held.granted)
+    lease.renew(60.0)
+    assert run(store.renew(BLOCKING, [late])) == [2.0]
+    connection = store._reservations[lease.holder].connection
+    ((limit,),) = run(connection.step(BLOCKING, NAME, lambda session: session.execute(IDLE_LIMIT[alias])))
+    assert limit > 30.0
+    lease.release()
 
 
 @pytest.mark.parametrize("due_after_s", [0.0, 0.2])

@@ -107,7 +107,7 @@ class SessionBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         """End the session of the holder; on MySQL and MariaDB only one of this process."""
-        for reservation in list(self._reservations.values()):
+        for reservation in self._held():
             if reservation.token == token and reservation.request.name == name:
                 # First, so that after a release meanwhile no other lock is on this connection.
                 reservation.connection.is_reusable = False
@@ -162,27 +162,32 @@ class SessionBackend:
 
         If the server refuses the statement, as after a cancel by an administrator, the session goes on with its lock.
         """
-        reservation, sent = self._reservations.get(request.holder), clock()
+        reservation = self._reservations.get(request.holder)
         if reservation is None or not reservation.token or not reservation.connection.is_open:
             return RenewalFailure.LOST
 
         def prove(_: Connection) -> bool | None:
             # If it was released meanwhile, the connection may hold another lock.
+            if not self._is_held(reservation):
+                return False
+            # Another renewal, for longer, may have been sent first although this one began before it.
+            sent = clock()
+            ttl = max(request.ttl, min(reservation.until - sent, MAX_TTL_S))
             try:
-                return self._is_held(reservation) and self._server.prove(
-                    reservation.connection, request, reservation.token
-                )
+                proven = self._server.prove(reservation.connection, request._replace(ttl=ttl), reservation.token)
             except self._pool.connector.errors as error:
                 if is_plain_refusal(error) and not reservation.connection.has_ended():
                     return None
                 raise
+            if proven:
+                reservation.extend(sent, ttl)
+            return proven
 
         with suppress(BackendUnavailable):
             proven = await reservation.connection.step(runtime, request.name, prove, limit)
             if proven is None:
                 return RenewalFailure.UNKNOWN
             if proven:
-                reservation.extend(sent, request.ttl)
                 return request.ttl
         if self._is_held(reservation):
             reservation.connection.close()
