@@ -69,7 +69,7 @@ def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     model = apps.all_models.get(app, {}).get(name.lower())
     if model is None:
         return parts
-    with suppress(NoSuchKey, NotSupported, TypeError):
+    with suppress(NoSuchKey, TypeError):
         _plain((model, *parts[1:]))
         return model, *parts[1:]
     return model._meta.label_lower, *parts[1:]  # A text that cannot be a key of the model is still a valid name.
@@ -129,7 +129,7 @@ def _row_model(model: type[models.Model]) -> type[models.Model]:
     if parent is not None and fenced is not None and not issubclass(parent, fenced):
         raise NotSupported(
             f"{model.__name__} is a row of {parent.__name__}, whose own lock has not the fence of {fenced.__name__}: "
-            f"put FencedMixin on {parent.__name__}, or name the lock by a text instead of its class"
+            f"put FencedMixin on {parent.__name__}, or lock {parent.__name__}"
         )
     return model if parent is None else _row_model(parent)
 

@@ -81,7 +81,7 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-REFUSALS: Final = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError)
+REFUSALS: Final = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, NotImplementedError)
 """What a converter raises for a value that is no key; the program's own types may raise any of them."""
 
 

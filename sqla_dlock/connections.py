@@ -25,7 +25,7 @@ from dlock_core.sql.driver_errors import (
 from dlock_core.sql.statement_kinds import is_data_statement, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
+from sqla_dlock.begun import begins_by_itself, changed_rows, has_begun, is_autocommit
 from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class ConnectionTracker:
         """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
         self._first_savepoint: str | None = None
         """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
+        self._changes = -1
+        """How many rows had been changed on SQLite's connection before that; -1 if it is not known."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -214,6 +216,8 @@ class ConnectionTracker:
     def _begin_savepoint(self, *name: Any) -> str:
         """Create a savepoint: SQLite's driver sends BEGIN only before some writes, and not before a savepoint."""
         is_first = not has_begun(self.connection)
+        if is_first:
+            self._changes = changed_rows(self.connection)
         created: str = self.sqlalchemy._savepoint_impl(*name)
         if is_first:
             self._first_savepoint = created
@@ -228,8 +232,10 @@ class ConnectionTracker:
 
     def _note_committed(self) -> None:
         """Report what SQLite has committed, if so, although the transaction goes on; what follows is in another one."""
-        if not has_begun(self.connection):
-            self.hooks.make_up()
+        if has_begun(self.connection):
+            return
+        self.hooks.make_up()
+        if changed_rows(self.connection) != self._changes:  # otherwise an attempt may be repeated
             for participant in self.participants:
                 participant.note_committed()
 
@@ -247,6 +253,7 @@ class ConnectionTracker:
         is_commit = self.connection.dialect.name == "sqlite" and self._commits_by_itself(args[2])
         if is_commit:
             self._check(is_end=False)
+            self._changes = changed_rows(self.connection)
         try:
             answer = self.sqlalchemy._execute_context(*args, **more)
         except BaseException:

@@ -108,7 +108,8 @@ _classes: Final[dict[str, ref[type]]] = {}
 
 @event.listens_for(FencedMixin, "instrument_class", propagate=True)
 def _remember(mapper: Mapper[Any], cls: type) -> None:
-    if mapper.inherits is None or not issubclass(mapper.inherits.class_, FencedMixin):
+    above = mapper.inherits
+    if above is None or (mapper.local_table is not above.local_table and not issubclass(above.class_, FencedMixin)):
         _classes[getattr(mapper.local_table, "fullname", "")] = ref(cls)
 
 

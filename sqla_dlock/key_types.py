@@ -43,7 +43,7 @@ class KeyColumn:
     """A column of a key, with the types that it has on all databases.
 
     Attributes:
-        is_also_text: Whether it is text on some databases, and another type on others.
+        is_text: Whether it is text, on some databases at least.
         has_zone: Whether its times have a zone. Only PostgreSQL has such columns, so its type decides.
         takes: Those of float and bool that it returns.
         convert: Returns the form of a value for names.
@@ -52,15 +52,14 @@ class KeyColumn:
 
     def __init__(self, kind: TypeEngine[Any]) -> None:
         self.kind = kind
-        forms = [(dialect, kind.dialect_impl(dialect)) for dialect in _DIALECTS]
-        stored = [_stored_type(form, dialect) for dialect, form in forms]
-        zones = [each.timezone for each in stored if isinstance(each, DateTime)]
+        forms = _forms(kind)
+        zones = [stored.timezone for _, _, stored in forms if isinstance(stored, DateTime)]
         self.has_zone = bool(zones) and zones[-1]
-        self.is_also_text = len(set(map(_is_text, stored))) == 2
-        self.takes = tuple({bool, float}.intersection(map(_python_type, stored)))
+        self.is_text = any(_is_text(stored) for _, _, stored in forms)
+        self.takes = tuple({bool, float}.intersection(_python_type(stored) for _, _, stored in forms))
         found: dict[Any, Converter] = {}
-        for each, (dialect, form) in zip(stored, forms, strict=True):
-            found.setdefault((type(form), repr(each)), self._converter(form, dialect))
+        for dialect, form, stored in forms:
+            found.setdefault((type(form), repr(stored)), self._converter(form, dialect))
         converters = list(dict.fromkeys(found.values()))
         self.convert_own = converters[0]
         self.convert = converters[0] if len(converters) == 1 else partial(_on_each, converters)
@@ -84,6 +83,20 @@ class KeyColumn:
         if python is datetime:
             return partial(_datetime, has_zone=self.has_zone)
         return _CONVERTERS.get(python, _as_given)
+
+
+def _forms(kind: TypeEngine[Any]) -> list[tuple[DefaultDialect, TypeEngine[Any], TypeEngine[Any]]]:
+    """Return, for each database, its dialect, the type that the column has there, and the type that is stored."""
+    found, errors = [], []
+    for dialect in _DIALECTS:
+        try:
+            form = kind.dialect_impl(dialect)
+            found.append((dialect, form, _stored_type(form, dialect)))
+        except Exception as error:  # noqa: BLE001 - the application's own type need not know every database
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 def is_decorated(kind: TypeEngine[Any]) -> bool:
@@ -124,18 +137,27 @@ def _on_each(converters: Sequence[Converter], value: Any) -> Any:
     return value
 
 
+class _NotText(names.AmbiguousKey):
+    """Another value for a column of text, which is not ambiguous where the column has another type."""
+
+
 def _check(converters: Sequence[Converter], value: Any) -> None:
-    """Raise AmbiguousKey if a value is ambiguous on any database, and another error if it is a key on none."""
+    """Raise AmbiguousKey if a value is ambiguous on any database, and another error if it is a key on none.
+
+    What a column of text refuses, and another type accepts, has one form with all texts that the other type reads.
+    """
     refusals: list[Exception] = []
     for convert in converters:
         try:
             convert(value)
+        except _NotText as error:
+            refusals.append(error)
         except names.AmbiguousKey:
             raise
         except names.REFUSALS as error:
             refusals.append(error)
     if len(refusals) == len(converters):
-        raise refusals[0]
+        raise next((each for each in refusals if isinstance(each, _NotText)), refusals[0])
 
 
 def _as_given(value: Any) -> Any:
@@ -149,7 +171,7 @@ def _text(value: Any) -> Any:
     zones. In a comparison, SQLAlchemy writes a UUID as hexadecimal digits, and psycopg a member of an Enum by its name.
     """
     if isinstance(value, Number | date | time | timedelta | UUID | PythonEnum) and not isinstance(value, str):
-        raise names.AmbiguousKey("give the text, as databases compare a text with other values in their own ways")
+        raise _NotText("give the text, as databases compare a text with other values in their own ways")
     return value
 
 

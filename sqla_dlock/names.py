@@ -125,7 +125,7 @@ def _row_mapper(mapper: Mapper[Any]) -> Mapper[Any]:
         kind, base = mapper.class_.__name__, above.class_.__name__
         raise NotSupported(
             f"{kind} is a row of {base}, whose own lock has not the fence of {kind}: put FencedMixin on {base}, or "
-            "name the lock by a text instead of its class"
+            f"lock {base}"
         )
     return _row_mapper(above)
 
@@ -143,9 +143,9 @@ def _key_of(mapper: Mapper[Any], columns: Sequence[KeyColumn], value: Any, *, as
 
 
 def _as_text(column: KeyColumn, value: Any) -> Any:
-    """Return the text of what was read from a column that is text on other databases, where a key has to be text."""
+    """Return the text of what is no text in an instance, although its column has texts: a new one is not read yet."""
     is_other = isinstance(value, Number | date | time | timedelta | UUID) and not isinstance(value, bool)
-    return str(value) if is_other and column.is_also_text else value
+    return str(value) if is_other and column.is_text else value
 
 
 def _in_utc(column: KeyColumn, value: Any, state: InstanceState[Any]) -> Any:

@@ -124,7 +124,7 @@ def test_child_whose_fence_is_not_in_the_row_that_it_shares_is_refused():
             app_label = "testapp"
 
     for child in (FencedNamed, NamedStock):
-        with pytest.raises(NotSupported, match="put FencedMixin on Named"):
+        with pytest.raises(NotSupported, match="put FencedMixin on Named, or lock Named"):
             lock(child, 1)
     assert lock(StockWithItsKey, 1).name == lock(Stock, 1).name
 

@@ -464,6 +464,25 @@ def test_work_that_sqlite_has_committed_with_a_savepoint_is_not_done_twice(use_d
     assert count(other) == 1
 
 
+def test_work_of_which_sqlite_has_committed_nothing_is_done_again(use_database):
+    use_database("default")
+    other, attempts = use_database("other"), Attempts(stale())
+
+    @retry_on_conflict
+    def look() -> None:
+        set_autocommit(False, using=other)
+        try:
+            with atomic(other):
+                count(other)
+            transaction.rollback(using=other)
+        finally:
+            set_autocommit(True, using=other)
+        attempts.make()
+
+    look()
+    assert attempts.made == 2
+
+
 IMPORTED_LATE = """
 import asyncio, contextvars, sys
 from concurrent.futures import ThreadPoolExecutor

@@ -183,6 +183,20 @@ def test_atomic_whose_end_is_a_commit_to_sqlite_is_refused_when_the_lease_is_los
 
 
 @on_sqlite
+def test_savepoint_of_an_unknown_name_is_refused_at_its_end_although_one_inside_was_rolled_back(store, manual):
+    with lock("order", 42, using=manual, fence=False) as lease:
+        rows(connections[manual], 'SAVEPOINT "Import"')
+        add(manual, "refused")
+        with contextlib.suppress(Sorry), transaction.atomic(using=manual):
+            raise Sorry
+        lease._held.until = 0.0  # as after a pause
+        with pytest.raises(LeaseLost):
+            rows(connections[manual], 'RELEASE SAVEPOINT "Import"')
+        transaction.rollback(using=manual)
+    assert committed(manual) == set()
+
+
+@on_sqlite
 @every_fence
 @pytest.mark.parametrize("order", [lock_around, lock_of_several_transactions, lock_inside, lock_left])
 def test_error_in_an_atomic_that_has_begun_the_transaction_is_not_replaced_by_the_loss_of_the_lease(

@@ -572,6 +572,23 @@ def test_what_sqlite_has_committed_although_the_transaction_goes_on_is_not_done_
     plain.dispose()
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_savepoint_that_has_only_read_is_no_work_that_sqlite_has_committed(engine):
+    plain = create_engine(engine.url)
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(plain))
+    def work(session: Session) -> None:
+        with session.begin_nested():
+            session.execute(text("PRAGMA user_version"))
+            session.scalars(select(Counter)).all()
+        attempts.make()
+
+    work()
+    assert attempts.made == 2
+    plain.dispose()
+
+
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
 def test_inside_the_transaction_of_its_connection_it_refuses(engine):
     attempts = Attempts()
