@@ -138,7 +138,7 @@ def _on_each(converters: Sequence[Converter], value: Any) -> Any:
 
 
 class _NotText(names.AmbiguousKey):
-    """Another value for a column of text, which is not ambiguous where the column has another type."""
+    """A number or UUID for a column of text, which is not ambiguous if the column has such values elsewhere."""
 
 
 def _check(converters: Sequence[Converter], value: Any) -> None:
@@ -170,8 +170,11 @@ def _text(value: Any) -> Any:
     MariaDB compares a text with a number as numbers: 42 is also "042". Drivers write times in several ways, and drop
     zones. In a comparison, SQLAlchemy writes a UUID as hexadecimal digits, and psycopg a member of an Enum by its name.
     """
-    if isinstance(value, Number | date | time | timedelta | UUID | PythonEnum) and not isinstance(value, str):
-        raise _NotText("give the text, as databases compare a text with other values in their own ways")
+    advice = "give the text, as databases compare a text with other values in their own ways"
+    if isinstance(value, date | time | timedelta):
+        raise names.AmbiguousKey(advice)
+    if isinstance(value, Number | UUID | PythonEnum) and not isinstance(value, str):
+        raise _NotText(advice)
     return value
 
 

@@ -285,7 +285,7 @@ VARIANTS = [
     (String(20).with_variant(BigInteger, PG), [42, "42", "042"], "42"),
     (String(20).with_variant(BigInteger, PG), ["a42"], "a42"),
     (String(20).with_variant(Numeric(10, 2), PG), ["1.5", "1.50"], "1.5"),
-    (String(20).with_variant(Date, PG), [NOON.date(), "2026-03-01", "20260301"], "2026-03-01"),
+    (String(20).with_variant(Date, PG), ["2026-03-01", "20260301"], "2026-03-01"),
     (BigInteger().with_variant(Integer, "sqlite"), [42, "42", "042"], "42"),
     (Number().with_variant(String(9), "sqlite"), ["42", "042"], "42"),
     (String(36).with_variant(Guid, PG), [str(KEY), KEY.hex, str(KEY).upper()], str(KEY)),
@@ -309,6 +309,7 @@ def test_every_spelling_is_one_lock_if_the_column_has_another_type_on_one_databa
     [
         (BigInteger().with_variant(Integer, "sqlite"), "x"),
         (String(9).with_variant(CHAR(9), PG), 42),
+        (String(9).with_variant(Date, PG), NOON.date()),
         (Integer().with_variant(String(9), PG), "42.0"),  # SQLite and MariaDB read 42
         (Date().with_variant(DateTime, PG), NOON.replace(tzinfo=None)),  # SQLite reads the date of it
         (DateTime().with_variant(DateTime(timezone=True), PG), NOON.replace(tzinfo=None)),
