@@ -26,8 +26,8 @@ class ImplicitCommits:
         """The name of that savepoint, None if it is not known."""
         self._is_empty = False
         """Whether all work since that savepoint was rolled back."""
-        self._changes = -1
-        """How many rows had been changed on the connection before the open transaction; -1 if that is not known."""
+        self.has_written = True
+        """Whether the open transaction may have changed anything: if not, its work may be repeated after a commit."""
 
     def is_next(self, driver: Any, sql: str) -> bool:
         """Return whether a statement may commit that is about to be sent; to be called before each one."""
@@ -36,16 +36,13 @@ class ImplicitCommits:
         if driver is not None and not driver.in_transaction:
             self._is_begun_by_savepoint = not (is_data or ends_transaction(sql))
             self._name = next((name for verb, name in changes if verb == "SAVEPOINT"), None)
-            self._is_empty, self._changes = False, driver.total_changes
+            self._is_empty, self.has_written = False, not surely_reads(sql)
             return not (is_data or surely_reads(sql))
         if not self._is_begun_by_savepoint:
             return False
+        self.has_written = self.has_written or not surely_reads(sql)
         verbs = {verb for verb, name in changes if None in (name, self._name) or name == self._name}
         if "RELEASE" in verbs:
             return not self._is_empty  # Django releases a savepoint after its rollback: nothing is committed then.
         self._is_empty = self._name is not None and ("ROLLBACK", self._name) in changes
         return False
-
-    def has_changed(self, driver: Any) -> bool:
-        """Return whether what was committed has changed any row: a transaction that has not may be repeated."""
-        return bool(driver.total_changes != self._changes)

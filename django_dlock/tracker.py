@@ -116,8 +116,8 @@ class ConnectionTracker:
             answer = execute(sql, params, many, context)
             if is_control:
                 transaction.note_savepoints(text, is_certain=not many)
-            if is_commit and not (driver := self.connection.connection).in_transaction:
-                transaction.note_committed(has_changed=self._implicit_commits.has_changed(driver))
+            if is_commit and not self.connection.connection.in_transaction:
+                transaction.note_committed(has_written=self._implicit_commits.has_written)
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error, text if is_control else "")

@@ -177,12 +177,12 @@ class Transaction:
         driver = connection.connection
         self.may_be_undone = driver is None or (driver.in_transaction and not is_commit)
 
-    def note_committed(self, *, has_changed: bool) -> None:
+    def note_committed(self, *, has_written: bool) -> None:
         """Record that its work so far was committed, although it goes on: nothing of that can be undone any more.
 
         What follows is in another transaction of the database, into which the leases are to be admitted.
         """
-        self.is_partly_committed |= has_changed
+        self.is_partly_committed |= has_written
         self.undo.clear()
         self.passed.clear()
 

@@ -9,7 +9,7 @@ from dlock_core.errors import NotSupported
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["begins_by_itself", "changed_rows", "has_begun", "is_autocommit", "no_fence_in_autocommit", "refuse_unbegun"]
+__all__ = ["begins_by_itself", "has_begun", "is_autocommit", "no_fence_in_autocommit", "refuse_unbegun"]
 
 
 def is_autocommit(connection: Connection) -> bool:
@@ -35,12 +35,6 @@ def has_begun(connection: Connection) -> bool:
         return True
     driver: Any = connection.connection.driver_connection
     return bool(driver.in_transaction)
-
-
-def changed_rows(connection: Connection) -> int:
-    """Return how many rows have been changed on SQLite's connection so far."""
-    driver: Any = connection.connection.driver_connection
-    return int(driver.total_changes)
 
 
 def begins_by_itself(connection: Connection) -> bool:

@@ -25,7 +25,7 @@ from dlock_core.sql.driver_errors import (
 from dlock_core.sql.statement_kinds import is_data_statement, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.begun import begins_by_itself, changed_rows, has_begun, is_autocommit
+from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
 from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class ConnectionTracker:
         """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
         self._first_savepoint: str | None = None
         """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
-        self._changes = -1
-        """How many rows had been changed on SQLite's connection before that; -1 if it is not known."""
+        self._has_written = True
+        """Whether anything may have been changed since then: if not, the work may be repeated after a commit."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -216,11 +216,9 @@ class ConnectionTracker:
     def _begin_savepoint(self, *name: Any) -> str:
         """Create a savepoint: SQLite's driver sends BEGIN only before some writes, and not before a savepoint."""
         is_first = not has_begun(self.connection)
-        if is_first:
-            self._changes = changed_rows(self.connection)
         created: str = self.sqlalchemy._savepoint_impl(*name)
         if is_first:
-            self._first_savepoint = created
+            self._first_savepoint, self._has_written = created, False
         return created
 
     def _release_savepoint(self, name: str) -> None:
@@ -235,7 +233,7 @@ class ConnectionTracker:
         if has_begun(self.connection):
             return
         self.hooks.make_up()
-        if changed_rows(self.connection) != self._changes:  # otherwise an attempt may be repeated
+        if self._has_written:
             for participant in self.participants:
                 participant.note_committed()
 
@@ -253,7 +251,8 @@ class ConnectionTracker:
         is_commit = self.connection.dialect.name == "sqlite" and self._commits_by_itself(args[2])
         if is_commit:
             self._check(is_end=False)
-            self._changes = changed_rows(self.connection)
+        if self._first_savepoint is not None and not self._has_written:
+            self._has_written = not surely_reads(str(args[2]))
         try:
             answer = self.sqlalchemy._execute_context(*args, **more)
         except BaseException:

@@ -43,7 +43,7 @@ class KeyColumn:
     """A column of a key, with the types that it has on all databases.
 
     Attributes:
-        is_text: Whether it is text, on some databases at least.
+        is_also_text: Whether it is text on some databases, and another type on others.
         has_zone: Whether its times have a zone. Only PostgreSQL has such columns, so its type decides.
         takes: Those of float and bool that it returns.
         convert: Returns the form of a value for names.
@@ -55,7 +55,7 @@ class KeyColumn:
         forms = _forms(kind)
         zones = [stored.timezone for _, _, stored in forms if isinstance(stored, DateTime)]
         self.has_zone = bool(zones) and zones[-1]
-        self.is_text = any(_is_text(stored) for _, _, stored in forms)
+        self.is_also_text = len({_is_text(stored) for _, _, stored in forms}) == 2
         self.takes = tuple({bool, float}.intersection(_python_type(stored) for _, _, stored in forms))
         found: dict[Any, Converter] = {}
         for dialect, form, stored in forms:
@@ -138,7 +138,7 @@ def _on_each(converters: Sequence[Converter], value: Any) -> Any:
 
 
 class _NotText(names.AmbiguousKey):
-    """A number or UUID for a column of text, which is not ambiguous if the column has such values elsewhere."""
+    """A UUID for a column of text, which is not ambiguous if the column has such values on another database."""
 
 
 def _check(converters: Sequence[Converter], value: Any) -> None:
@@ -171,10 +171,10 @@ def _text(value: Any) -> Any:
     zones. In a comparison, SQLAlchemy writes a UUID as hexadecimal digits, and psycopg a member of an Enum by its name.
     """
     advice = "give the text, as databases compare a text with other values in their own ways"
-    if isinstance(value, date | time | timedelta):
-        raise names.AmbiguousKey(advice)
-    if isinstance(value, Number | UUID | PythonEnum) and not isinstance(value, str):
+    if isinstance(value, UUID):
         raise _NotText(advice)
+    if isinstance(value, Number | date | time | timedelta | PythonEnum) and not isinstance(value, str):
+        raise names.AmbiguousKey(advice)
     return value
 
 

@@ -143,9 +143,9 @@ def _key_of(mapper: Mapper[Any], columns: Sequence[KeyColumn], value: Any, *, as
 
 
 def _as_text(column: KeyColumn, value: Any) -> Any:
-    """Return the text of what is no text in an instance, although its column has texts: a new one is not read yet."""
+    """Return the text of what was read from a column that is text on other databases, where a key has to be text."""
     is_other = isinstance(value, Number | date | time | timedelta | UUID) and not isinstance(value, bool)
-    return str(value) if is_other and column.is_text else value
+    return str(value) if is_other and column.is_also_text else value
 
 
 def _in_utc(column: KeyColumn, value: Any, state: InstanceState[Any]) -> Any:

@@ -272,8 +272,22 @@ def test_type_that_does_not_know_every_database_names_keys():
     assert name(with_key(OfOneDatabase), "a") == "keyed:a"
 
 
-def test_instance_that_is_not_read_yet_has_the_text_that_its_column_will_have():
-    assert name(Code, Code(code=42)) == name(Code, "42")  # type: ignore[arg-type]
+class Base36(TypeDecorator[int]):
+    """Its instances have another value than its rows, of which the text is another row."""
+
+    impl = String(9)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        return value if isinstance(value, str) else f"{value // 36}{value % 36}"
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return int(value, 36)
+
+
+def test_instance_of_a_type_that_is_read_as_another_value_has_the_name_of_its_key():
+    mapped = with_key(Base36)
+    assert name(mapped, mapped(id=42)) == name(mapped, 42) != name(mapped, "42")
 
 
 PG = "postgresql"
@@ -282,7 +296,7 @@ VARIANTS = [
     (String(36).with_variant(Uuid(as_uuid=False), PG), [KEY, str(KEY), str(KEY).upper(), KEY.hex], str(KEY)),
     (Uuid().with_variant(CHAR(36), "sqlite"), [KEY, KEY.hex, str(KEY), f"{str(KEY).upper()} "], str(KEY)),
     (CHAR(36).with_variant(Uuid(), PG), [KEY.hex, str(KEY), f"{str(KEY).upper()} "], str(KEY)),
-    (String(20).with_variant(BigInteger, PG), [42, "42", "042"], "42"),
+    (String(20).with_variant(BigInteger, PG), ["42", "042"], "42"),
     (String(20).with_variant(BigInteger, PG), ["a42"], "a42"),
     (String(20).with_variant(Numeric(10, 2), PG), ["1.5", "1.50"], "1.5"),
     (String(20).with_variant(Date, PG), ["2026-03-01", "20260301"], "2026-03-01"),
@@ -309,6 +323,7 @@ def test_every_spelling_is_one_lock_if_the_column_has_another_type_on_one_databa
     [
         (BigInteger().with_variant(Integer, "sqlite"), "x"),
         (String(9).with_variant(CHAR(9), PG), 42),
+        (String(9).with_variant(BigInteger, PG), 42),  # MariaDB reads "042", too
         (String(9).with_variant(Date, PG), NOON.date()),
         (Integer().with_variant(String(9), PG), "42.0"),  # SQLite and MariaDB read 42
         (Date().with_variant(DateTime, PG), NOON.replace(tzinfo=None)),  # SQLite reads the date of it

@@ -550,8 +550,10 @@ def test_conflict_after_the_commit_of_a_test_suite_s_savepoint_is_raised_at_once
     [
         lambda session: session.begin_nested(),
         lambda session: session.execute(text("WITH a AS (SELECT 'a') INSERT INTO counter SELECT NULL, 'a', 0 FROM a")),
+        lambda session: session.execute(text("WITH a AS (SELECT 1) UPDATE counter SET value = 1 RETURNING value")),
+        lambda session: session.execute(text("CREATE TABLE IF NOT EXISTS made (id integer)")),
     ],
-    ids=["savepoint", "statement"],
+    ids=["savepoint", "statement", "statement with an answer", "DDL"],
 )
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 def test_what_sqlite_has_committed_although_the_transaction_goes_on_is_not_done_again(engine, pay):

@@ -172,7 +172,8 @@ class SessionBackend:
                 return False
             # Another renewal, for longer, may have been sent first although this one began before it.
             sent = clock()
-            ttl = max(request.ttl, min(reservation.until - sent, MAX_TTL_S))
+            left = reservation.until - sent
+            ttl = request.ttl if left > MAX_TTL_S else max(request.ttl, left)  # It is infinite until it is known.
             try:
                 proven = self._server.prove(reservation.connection, request._replace(ttl=ttl), reservation.token)
             except self._pool.connector.errors as error:
