@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlock_core.sql.statement_kinds import ends_transaction, is_data_statement, savepoint_changes, surely_reads
+from dlock_core.sql.statement_kinds import (
+    commits_by_itself,
+    ends_transaction,
+    is_data_statement,
+    savepoint_changes,
+    surely_reads,
+)
 
 __all__ = ["ImplicitCommits"]
 
@@ -37,7 +43,7 @@ class ImplicitCommits:
             self._is_begun_by_savepoint = not (is_data or ends_transaction(sql))
             self._name = next((name for verb, name in changes if verb == "SAVEPOINT"), None)
             self._is_empty, self.has_written = False, not surely_reads(sql)
-            return not (is_data or surely_reads(sql))
+            return commits_by_itself(sql)
         if not self._is_begun_by_savepoint:
             return False
         self.has_written = self.has_written or not surely_reads(sql)

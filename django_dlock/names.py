@@ -69,8 +69,10 @@ def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     model = apps.all_models.get(app, {}).get(name.lower())
     if model is None:
         return parts
-    is_row = len(parts) > 1 and len(model._meta.pk_fields) == 1
-    with suppress(NoSuchKey, TypeError, *(() if is_row else (NotSupported,))):
+    errors: tuple[type[Exception], ...] = (NoSuchKey, TypeError)
+    if len(parts) == 1 or len(model._meta.pk_fields) > 1:  # Otherwise the lock of a row is refused by its label, too.
+        errors = (*errors, NotSupported)
+    with suppress(*errors):
         _plain((model, *parts[1:]))
         return model, *parts[1:]
     return model._meta.label_lower, *parts[1:]  # A text that cannot be a key of the model is still a valid name.

@@ -172,7 +172,7 @@ class Transaction:
             elif name is not None and is_certain:
                 self.undo.append(name)
 
-    def note_statement(self, connection: BaseDatabaseWrapper, *, is_commit: bool = False) -> None:
+    def note_statement(self, connection: BaseDatabaseWrapper, *, is_commit: bool) -> None:
         """Record, before a statement is sent to SQLite, whether it can roll back work."""
         driver = connection.connection
         self.may_be_undone = driver is None or (driver.in_transaction and not is_commit)

@@ -22,7 +22,7 @@ from dlock_core.sql.driver_errors import (
     is_refusal,
     warn_unless_known,
 )
-from dlock_core.sql.statement_kinds import is_data_statement, surely_reads
+from dlock_core.sql.statement_kinds import commits_by_itself, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
@@ -207,11 +207,10 @@ class ConnectionTracker:
             raise
 
     def _commits_by_itself(self, statement: object) -> bool:
-        """Return whether a statement is committed at once: SQLite's driver sends no BEGIN before DDL or a WITH."""
+        """Return whether SQLite commits a statement at once, because its driver has sent no BEGIN, and sends none."""
         if not _is_alive(self.connection) or has_begun(self.connection):
             return False
-        sql = str(statement)
-        return not (is_data_statement(sql) or surely_reads(sql))
+        return commits_by_itself(str(statement))
 
     def _begin_savepoint(self, *name: Any) -> str:
         """Create a savepoint: SQLite's driver sends BEGIN only before some writes, and not before a savepoint."""

@@ -58,7 +58,7 @@ class RootTransaction:
             self._owns_connection |= self._owns(connection)
             tracker_for(connection).participants.append(self)
 
-    def check(self, *, is_end: bool = True) -> None:
+    def check(self, *, is_end: bool) -> None:
         """Refuse the following COMMIT on one of the connections: nothing has been committed on any so far.
 
         After one that is not the end of it, everything is checked again.

@@ -346,7 +346,7 @@ def _before_commit(session: Session) -> None:
         return
     session.flush()
     if not hooks.root.outcomes:
-        hooks.root.check()
+        hooks.root.check(is_end=True)
 
 
 @event.listens_for(Session, "after_commit")

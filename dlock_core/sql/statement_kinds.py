@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "commits_by_itself",
     "commits_implicitly",
     "ends_transaction",
     "is_data_statement",
@@ -106,6 +107,14 @@ def _surely_reads(sql: str) -> bool:
     if _EXECUTED.search(sql):
         return False
     return all(_reads(part) for parts in _readings(sql) for part in parts)
+
+
+def commits_by_itself(sql: str) -> bool:
+    """Return whether SQLite may commit a statement at once if no transaction is open, although its driver begins some.
+
+    Python's sqlite3 sends BEGIN only before INSERT, UPDATE, DELETE and REPLACE: not before DDL, or a WITH that writes.
+    """
+    return not (is_data_statement(sql) or surely_reads(sql))
 
 
 def is_data_statement(sql: str) -> bool:

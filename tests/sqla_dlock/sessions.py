@@ -30,6 +30,11 @@ def committed(engine: Engine, sql: str, **params: object) -> list[tuple[Any, ...
         return [tuple(row) for row in connection.execute(text(sql), params)]
 
 
+def names(engine: Engine) -> set[str]:
+    """Return the names of the counters, as another session sees them."""
+    return {name for (name,) in committed(engine, "SELECT name FROM counter")}
+
+
 def session_id(connection: Connection) -> int:
     function = "pg_backend_pid" if connection.dialect.name == "postgresql" else "connection_id"
     return connection.exec_driver_sql(f"SELECT {function}()").scalar_one()

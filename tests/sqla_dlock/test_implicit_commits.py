@@ -11,7 +11,7 @@ from dlock_core.errors import LeaseLost, StaleToken
 from sqla_dlock import alock, lock
 from sqla_dlock.tie import current
 from tests.sqla_dlock.models import Counter
-from tests.sqla_dlock.sessions import committed
+from tests.sqla_dlock.sessions import names
 
 every_fence = pytest.mark.parametrize("fence", [True, "lease", False])
 
@@ -38,10 +38,6 @@ def session(engine):
 def add(session, name):
     session.add(Counter(name=name))
     session.flush()
-
-
-def names(engine):
-    return {name for (name,) in committed(engine, "SELECT name FROM counter")}
 
 
 def lose(lease):

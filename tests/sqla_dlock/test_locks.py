@@ -29,7 +29,7 @@ from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.engines import begin_immediate
 from tests.sqla_dlock.models import Base, Counter, Stock
-from tests.sqla_dlock.sessions import committed, kill_session, session_id
+from tests.sqla_dlock.sessions import kill_session, names, session_id
 
 servers_only = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
 postgresql_only = pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
@@ -63,10 +63,6 @@ def order(session, **options):
 def add(session, name):
     session.add(Counter(name=name))
     session.flush()
-
-
-def names(engine):
-    return {name for (name,) in committed(engine, "SELECT name FROM counter")}
 
 
 def fence_token(session):

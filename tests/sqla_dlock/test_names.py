@@ -80,8 +80,8 @@ class PlainUuid(TypeDecorator[uuid.UUID]):
     cache_ok = True
 
 
-class ReadBack(TypeDecorator[str]):
-    """Its text shows the type of what it gets from the type below it."""
+class Over(TypeDecorator[str]):
+    """It is stored as another type."""
 
     impl = String
     cache_ok = True
@@ -89,6 +89,12 @@ class ReadBack(TypeDecorator[str]):
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.impl = kind
+
+
+class ReadBack(Over):
+    """Its text shows the type of what it gets from the type below it."""
+
+    cache_ok = True
 
     def process_result_value(self, value: Any, dialect: Any) -> Any:
         return f"{type(value).__name__}-{value}"
@@ -112,15 +118,10 @@ class NamedColour(TypeDecorator[Colour]):
     cache_ok = True
 
 
-class PlainText(TypeDecorator[str]):
+class PlainText(Over):
     """Its method expects what a column of text returns."""
 
-    impl = String
     cache_ok = True
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.impl = kind
 
     def process_result_value(self, value: Any, dialect: Any) -> Any:
         return value.strip()
