@@ -63,9 +63,10 @@ def _database_of(parts: Sequence[Any]) -> str:
 
 def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the parts with a model in the place of its label."""
-    if not parts or not isinstance(parts[0], str) or "." not in parts[0]:
+    label = names.label_text(parts[0]) if parts else None
+    if label is None or "." not in label:
         return parts
-    app, _, name = parts[0].partition(".")
+    app, _, name = label.partition(".")
     model = apps.all_models.get(app, {}).get(name.lower())
     if model is None:
         return parts

@@ -22,7 +22,17 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "REFUSALS", "AmbiguousKey", "Kind", "canonical", "join", "plain_number", "with_keys"]
+__all__ = [
+    "MAX_NAME_BYTES",
+    "REFUSALS",
+    "AmbiguousKey",
+    "Kind",
+    "canonical",
+    "join",
+    "label_text",
+    "plain_number",
+    "with_keys",
+]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
@@ -69,6 +79,16 @@ def are_plain(parts: Sequence[object]) -> bool:
     This is true for texts, integers and UUIDs; but a text with a dot may be a model's label.
     """
     return bool(parts) and _EXACT_TYPES.issuperset(map(type, parts)) and "." not in str(parts[0])
+
+
+def label_text(part: object) -> str | None:
+    """Return the text of a first part that may be a model's label, and None for one that is no text.
+
+    A member of a StrEnum, SQLAlchemy's `quoted_name` and bytes have the name of the text that they contain.
+    """
+    if type(part) is str:
+        return part
+    return unquote(_encoded(part)) if isinstance(part, str | bytes) and part else None
 
 
 def plain_number(value: Any) -> Any:

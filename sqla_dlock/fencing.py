@@ -125,9 +125,9 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
         event.listen(Engine, "before_cursor_execute", refuse_fence_columns_in_ctes)
 
 
-def class_of(label: Any) -> type | None:
+def class_of(label: str | None) -> type | None:
     """Return the `FencedMixin` class whose locks have names that begin with this text."""
-    found = _classes.get(label) if type(label) is str else None
+    found = None if label is None else _classes.get(label)
     return None if found is None else found()
 
 

@@ -76,7 +76,7 @@ class KeyColumn:
         if isinstance(kind, Enum):
             return partial(_stored_name, kind)
         if isinstance(kind, Uuid):
-            return _uuid
+            return _uuid if kind.as_uuid else _uuid_text
         if _is_text(kind):
             return _unpadded if isinstance(kind, CHAR | NCHAR) else _text
         python = _python_type(kind)
@@ -218,6 +218,10 @@ def _uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(str(value))
 
 
+def _uuid_text(value: Any) -> str:
+    return str(_uuid(value))
+
+
 def _stored_name(kind: Any, value: Any) -> Any:
     """Return what a column of Enum stores for a member, or for the text of what it stores."""
     stored = kind.bind_processor(_DIALECTS[0])(value)
@@ -308,7 +312,5 @@ def _as_read(kind: Any, value: Any, dialect: DefaultDialect) -> Any:
         return value
     if isinstance(kind, Enum):
         return kind.result_processor(dialect, None)(value)  # type: ignore[no-untyped-call]
-    if isinstance(kind, Uuid):
-        return value if kind.as_uuid else str(value)
     python = _python_type(kind)
     return python(value) if python in (bool, float) else value

@@ -38,7 +38,7 @@ def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
     One lock must have one fence, whether it is named by the class or by the name of its table.
     """
-    mapped = class_of(parts[0]) if len(parts) == 2 else None
+    mapped = class_of(names.label_text(parts[0])) if len(parts) == 2 else None
     if mapped is None:
         return parts
     with suppress(NoSuchKey, TypeError):

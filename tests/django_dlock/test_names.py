@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
+from enum import StrEnum
 from uuid import UUID
 
 import pytest
@@ -36,6 +37,11 @@ from tests.testapp.models import (
 
 KEY = UUID("a1b2c3d4-0000-4000-8000-00000000abcd")
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+class Labels(StrEnum):
+    COUNTER = "testapp.Counter"
+    PARCEL = "testapp.parcel"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +154,9 @@ def test_proxy_and_child_are_the_row_that_they_share():
         ("testapp.Counter", Counter, "07"),
         ("testapp.counter", Counter, "07"),
         (mark_safe("testapp.Counter"), Counter, "07"),
+        (Labels.COUNTER, Counter, "07"),
+        (Labels.PARCEL, Parcel, "07"),
+        (b"testapp.Parcel", Parcel, "07"),
         ("testapp.PASSPORT", Passport, KEY.hex),
         ("testapp.Parcel", Parcel, "07"),
         ("testapp.HeavyParcel", Parcel, 7),

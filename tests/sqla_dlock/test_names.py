@@ -27,6 +27,7 @@ from sqlalchemy import (
     Uuid,
     create_engine,
     func,
+    quoted_name,
     select,
 )
 from sqlalchemy import Enum as SqlEnum
@@ -103,6 +104,10 @@ class ReadBack(Over):
 class Colour(Enum):
     RED = "r"
     BLUE = "b"
+
+
+class Tables(StrEnum):
+    PARCEL = "parcel"
 
 
 class Size(StrEnum):
@@ -362,6 +367,13 @@ def test_number_as_text_names_the_fenced_row_as_its_text_does():
     for key in (42, "42", Decimal("42.0")):
         assert (found := lock(Session(), "coded", key)).name == "coded:42"
         assert found.fence.key == "42"
+
+
+@pytest.mark.parametrize("label", ["parcel", Tables.PARCEL, quoted_name("parcel", quote=True), b"parcel"], ids=repr)
+def test_table_of_a_fenced_class_however_its_name_is_typed_has_the_fence_of_the_class(label):
+    named, meant = lock(Session(), label, "07"), lock(Session(), Parcel, 7)
+    assert named.name == meant.name
+    assert (named.fence.table, named.fence.key) == (meant.fence.table, meant.fence.key)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from sqlalchemy import (
     DateTime,
     Double,
     Engine,
+    Enum,
+    Interval,
     Numeric,
     String,
     Time,
@@ -25,13 +27,15 @@ from sqlalchemy import (
     Uuid,
     create_engine,
     select,
+    update,
 )
 from sqlalchemy.exc import DBAPIError, StatementError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, mapped_column, registry
 
 from dlock_core.errors import NoSuchKey
+from sqla_dlock.fencing import FencedMixin
 from sqla_dlock.locks import lock
-from tests.sqla_dlock.test_names import with_key
+from tests.sqla_dlock.test_names import Colour, NamedColour, with_key
 
 KEY = uuid.UUID("a1b2c3d4-0000-4000-8000-00000000abcd")
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -211,3 +215,38 @@ def test_row_has_one_name_whatever_its_column_has_on_this_database(database, sha
     assert any(found)
     for names in found:
         assert len(names) <= 1
+
+
+KEYS = {
+    "UUID": (Uuid(), KEY),
+    "UUID as text": (Uuid(as_uuid=False), str(KEY)),
+    "bool": (Boolean(), True),
+    "number": (Numeric(10, 2), Decimal("1.50")),
+    "float": (Double(), 0.1),
+    "date": (Date(), NOON.date()),
+    "time": (Time(), NOON.time()),
+    "time with a zone": (DateTime(timezone=True), NOON),
+    "interval": (Interval(), timedelta(hours=36)),
+    "values of an Enum": (Enum(Colour, values_callable=lambda kind: [each.value for each in kind]), Colour.RED),
+    "own": (NamedColour(), Colour.RED),
+}
+
+
+@pytest.mark.parametrize(("kind", "key"), KEYS.values(), ids=KEYS)
+def test_row_with_a_key_of_any_type_holds_its_fence(database, store, kind, key):
+    class Guarded(FencedMixin, registry().generate_base()):
+        __tablename__ = "guarded"
+        id: Mapped[Any] = mapped_column(kind, primary_key=True, autoincrement=False)
+        value: Mapped[int] = mapped_column(default=0)
+
+    Guarded.metadata.create_all(database)
+    try:
+        with Session(database) as session:
+            session.add(Guarded(id=key))
+            session.commit()
+            with lock(session, Guarded, key, store=store) as lease:
+                session.execute(update(Guarded).values(value=5))
+                session.commit()
+            assert session.execute(select(Guarded.value, Guarded.dlock_token)).one() == (5, lease.token)
+    finally:
+        Guarded.metadata.drop_all(database)
