@@ -109,7 +109,11 @@ _classes: Final[dict[str, ref[type]]] = {}
 @event.listens_for(FencedMixin, "instrument_class", propagate=True)
 def _remember(mapper: Mapper[Any], cls: type) -> None:
     above = mapper.inherits
-    if above is None or (mapper.local_table is not above.local_table and not issubclass(above.class_, FencedMixin)):
+    if (
+        above is None
+        or mapper.concrete
+        or not (mapper.local_table is above.local_table or issubclass(above.class_, FencedMixin))
+    ):
         _classes[getattr(mapper.local_table, "fullname", "")] = ref(cls)
 
 
@@ -191,11 +195,11 @@ class RowFence(TableFence):
 
     def __init__(self, mapper: Mapper[Any], key: Any) -> None:
         self.table = mapper.class_.dlock_token.property.columns[0].table
-        if len(self.table.primary_key.columns) != 1:
+        if len(mapper.primary_key) != 1:
             raise NotSupported(
                 f"{mapper.class_.__name__} has a composite key: name its lock by a text instead of its class"
             )
-        (self.column,) = self.table.primary_key.columns
+        (self.column,) = mapper.primary_key  # that of the class, which its table need not have as its own
         self.key = key
 
     def admit(self, connection: Connection, entry: FenceEntry) -> None:

@@ -34,11 +34,18 @@ _PLAIN_TYPES: Final = frozenset({str, int, UUID})
 
 
 def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts with a `FencedMixin` class in place of a text that names the same locks.
+    """Return the parts with a `FencedMixin` class in place of a text, or of another class, that names the same locks.
 
-    One lock must have one fence, whether it is named by the class or by the name of its table.
+    One lock must have one fence, whether it is named by the class, by the name of its table, or by a class on that
+    table that has no fence.
     """
-    mapped = class_of(names.label_text(parts[0])) if len(parts) == 2 else None
+    if len(parts) != 2:
+        return parts
+    if is_mapped(parts[0]) and not issubclass(parts[0], FencedMixin):
+        kind = _kind(parts[0])
+        mapped = class_of(kind.label)
+        return parts if mapped is None else (mapped, *kind.read_key(parts[1:])[0])
+    mapped = class_of(names.label_text(parts[0]))
     if mapped is None:
         return parts
     with suppress(NoSuchKey, TypeError):

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, Integer, MetaData, String, event, insert, lambda_stmt, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column, registry
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
 from dlock_core.transactions.retry import DatabaseFailure, classify
@@ -286,7 +286,8 @@ def test_concrete_class_without_a_fence_of_its_own_is_refused():
         dlock_holder: Mapped[str] = mapped_column()
         __mapper_args__: ClassVar[Any] = {"concrete": True}
 
-    assert lock(Session(), OtherBox, 1).fence.table is OtherBox.__table__
+    for part in (OtherBox, "other_box"):
+        assert lock(Session(), part, 1).fence.table is OtherBox.__table__
 
     with pytest.raises(ArgumentError, match="Crate is concrete, with a separate table, and has no fence there"):
 
@@ -395,6 +396,44 @@ def test_one_lock_has_one_fence_however_it_was_named(engine, broken, parcel, for
             with pytest.raises(StaleToken):
                 a.commit()
     assert read(engine)[:2] == (11, 11)
+
+
+def test_class_on_the_table_of_a_fenced_one_has_its_fence():
+    base = registry().generate_base()
+
+    class Sheet(FencedMixin, base):
+        __tablename__ = "sheet"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Title(base):
+        __table__ = Sheet.__table__
+        __mapper_args__: ClassVar[Any] = {"include_properties": ["id"]}
+
+    for key in (7, "07", Title(id=7)):
+        named = lock(Session(), Title, key)
+        assert named.name == "sheet:7"
+        assert (named.fence.table, named.fence.key) == (Sheet.__table__, 7)
+
+
+@levels([("sqlite", "IMMEDIATE")])
+@pytest.mark.parametrize("form", FORMS)
+def test_row_is_found_by_the_key_of_its_class_which_need_not_be_that_of_its_table(engine, store, form):
+    class Labelled(FencedMixin, registry().generate_base()):
+        __tablename__ = "labelled"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        label: Mapped[int] = mapped_column(unique=True)
+        __mapper_args__: ClassVar[Any] = {"primary_key": [label]}
+
+    Labelled.metadata.drop_all(engine)
+    Labelled.metadata.create_all(engine)
+    with Session(engine) as session:
+        session.add_all([Labelled(id=1, label=2), Labelled(id=2, label=1)])
+        session.commit()
+        with lock(session, Labelled, 2, store=store, fence=form) as lease:
+            session.execute(update(Labelled).values(label=Labelled.label))
+            session.commit()
+        tokens = session.execute(select(Labelled.label, Labelled.dlock_token)).all()
+    assert sorted(tokens) == [(1, 0), (2, lease.token)]
 
 
 def test_text_that_is_no_key_of_a_fenced_class_names_a_lock_of_its_own():
