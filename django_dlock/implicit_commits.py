@@ -20,7 +20,7 @@ __all__ = ["ImplicitCommits"]
 
 
 class ImplicitCommits:
-    """Follows the statements on one connection without autocommit.
+    """Follows the statements of one transaction without autocommit.
 
     In doubt a statement counts as a commit: then a lost lease is refused earlier than necessary, and never too late.
     """
@@ -29,7 +29,9 @@ class ImplicitCommits:
         self._is_begun_by_savepoint = True
         """Whether a savepoint may have begun the open transaction; earlier statements are not known."""
         self._name: str | None = None
-        """The name of that savepoint, None if it is not known."""
+        """The name of that savepoint, None if it is not known, or if another one has it, too."""
+        self._is_rollback = False
+        """Whether the latest statement rolls back to that savepoint."""
         self._is_empty = False
         """Whether all work since that savepoint was rolled back."""
         self.has_written = True
@@ -39,16 +41,23 @@ class ImplicitCommits:
         """Return whether a statement may commit that is about to be sent; to be called before each one."""
         is_data = is_data_statement(sql)
         changes = [] if is_data else savepoint_changes(sql)
+        was_empty, self._is_empty, self._is_rollback = self._is_empty, False, False
         if driver is not None and not driver.in_transaction:
             self._is_begun_by_savepoint = not (is_data or ends_transaction(sql))
             self._name = next((name for verb, name in changes if verb == "SAVEPOINT"), None)
-            self._is_empty, self.has_written = False, not surely_reads(sql)
+            self.has_written = not surely_reads(sql)
             return commits_by_itself(sql)
         if not self._is_begun_by_savepoint:
             return False
         self.has_written = self.has_written or not surely_reads(sql)
         verbs = {verb for verb, name in changes if None in (name, self._name) or name == self._name}
         if "RELEASE" in verbs:
-            return not self._is_empty  # Django releases a savepoint after its rollback: nothing is committed then.
-        self._is_empty = self._name is not None and ("ROLLBACK", self._name) in changes
+            return not was_empty  # Django releases a savepoint after its rollback: nothing is committed then.
+        if ("SAVEPOINT", self._name) in changes:
+            self._name = None
+        self._is_rollback = self._name is not None and ("ROLLBACK", self._name) in changes
         return False
+
+    def note_sent(self) -> None:
+        """Record that the latest statement was executed."""
+        self._is_empty = self._is_rollback

@@ -82,7 +82,6 @@ class ConnectionTracker:
         self.hooks: list[StatementHook] = []
         self._turned_on: object = None
         """The driver's connection whose autocommit was turned on for settlers: Django is about to turn it on again."""
-        self._implicit_commits = ImplicitCommits()
         self.suspended = _Suspension()
         """A block in which no hook is called, and no lease sees statements."""
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
@@ -116,8 +115,10 @@ class ConnectionTracker:
             answer = execute(sql, params, many, context)
             if is_control:
                 transaction.note_savepoints(text, is_certain=not many)
-            if is_commit and not self.connection.connection.in_transaction:
-                transaction.note_committed(has_written=self._implicit_commits.has_written)
+            if (implicit := transaction.implicit_commits) is not None:
+                implicit.note_sent()
+                if is_commit and not self.connection.connection.in_transaction:
+                    transaction.note_committed(has_written=implicit.has_written)
         except BaseException as error:
             transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error, text if is_control else "")
@@ -147,7 +148,8 @@ class ConnectionTracker:
 
         Django's transaction goes on: a lease that is held until its end is kept.
         """
-        is_commit = transaction.is_manual and self._implicit_commits.is_next(self.connection.connection, sql)
+        implicit = transaction.implicit_commits
+        is_commit = implicit is not None and implicit.is_next(self.connection.connection, sql)
         if is_commit and not self.suspended.depth:
             for check in transaction.checks:
                 check()
@@ -175,6 +177,8 @@ class ConnectionTracker:
         if self.current is None and has_open_transaction(connection):
             is_manual = not (connection.in_atomic_block and connection.commit_on_exit)
             self.current = Transaction(anchor_of(connection), is_manual, driver=connection.connection)
+            if is_manual and connection.vendor == "sqlite":
+                self.current.implicit_commits = ImplicitCommits()
             self._settle_interrupted()
         return self.current
 

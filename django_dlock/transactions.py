@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_dlock.implicit_commits import ImplicitCommits
+
     Step: TypeAlias = Callable[[], object]
 
 __all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "is_undone", "text_of"]
@@ -82,6 +84,8 @@ class Transaction:
     """Whether the latest statement can have rolled back work: on SQLite not if the driver had not sent BEGIN."""
     is_partly_committed: bool = False
     """Whether SQLite has committed work of it, with a statement after which it goes on."""
+    implicit_commits: ImplicitCommits | None = None
+    """What SQLite commits in it without a COMMIT, if it can: without autocommit."""
     comment: str = ""
     """The SQL comment before each of its statements."""
     passed: set[object] = field(default_factory=set)

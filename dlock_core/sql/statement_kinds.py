@@ -41,6 +41,8 @@ _SKIPPED: Final = tuple(
 The last two patterns treat # as the beginning of a comment, as MySQL does. The reading depends on the kind and the
 settings of the server, so all readings must agree.
 """
+_SKIPPED_IN_SQLITE: Final = re.compile(rf"({_COMMENT})|{_QUOTED[0]}|\[[^\]]*\]", re.DOTALL)
+"""SQLite also has names in brackets, in which a quote begins no literal."""
 _INNER_COMMENT: Final = re.compile(r"/\*(?:(?!/\*|\*/).)*\*/", re.DOTALL)
 _DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 _READS: Final = re.compile(
@@ -180,6 +182,8 @@ def _readings(sql: str) -> Iterator[list[str]]:
     for text in {sql, _without_nested_comments(sql)}:
         for skipped in _SKIPPED if "#" in text else _SKIPPED[:2]:
             yield _parts(text, skipped)
+        if "[" in text:
+            yield _parts(text, _SKIPPED_IN_SQLITE)
 
 
 def _without_nested_comments(sql: str) -> str:

@@ -25,6 +25,7 @@ READS = [
     "BEGIN IMMEDIATE",
     "LISTEN jobs",
     "SELECT replace(a, 'x', 'y') FROM t;",
+    "SELECT [a b], a['x; DELETE FROM t'] FROM t",
 ]
 WRITES = [
     "UPDATE t SET a = 1",
@@ -50,6 +51,7 @@ WRITES = [
     "CREATE TABLE u (a int)",
     "TRUNCATE t",
     "COPY t FROM STDIN",
+    "WITH [it's] AS (SELECT 1) INSERT INTO t SELECT * FROM [it's] WHERE 'x' = 'x'",
 ]
 
 

@@ -232,7 +232,9 @@ def test_atomic_whose_end_is_a_commit_to_sqlite_is_refused_when_a_newer_holder_w
         ['SAVEPOINT "what a name"', INSERT, 'RELEASE "what a name"'],
         ["SAVEPOINT a", INSERT, "SAVEPOINT b", INSERT, "RELEASE a"],
         ["SAVEPOINT a", INSERT, "ROLLBACK TO a", INSERT, "RELEASE a"],
+        ["SAVEPOINT a", INSERT, "SAVEPOINT a", INSERT, "ROLLBACK TO a", "RELEASE a", "RELEASE a"],
         [f"WITH one AS (SELECT 1) {INSERT}"],
+        [f"WITH [it's] AS (SELECT 1) {INSERT}, [it's]"],
         ["CREATE TABLE by_hand (id integer)"],
     ],
     ids=" ".join,
@@ -251,6 +253,44 @@ def test_statement_with_which_sqlite_commits_is_refused_when_the_lease_is_lost(s
     assert committed(manual) == set()
     assert "by_hand" not in connections[manual].introspection.table_names()
     transaction.rollback(using=manual)
+
+
+@on_sqlite
+def test_savepoint_whose_rollback_was_not_sent_is_refused_at_its_end(store, manual):
+    def prevent(*_):
+        raise Sorry
+
+    with lock("order", 42, using=manual, fence=False) as lease:
+        rows(connections[manual], "SAVEPOINT a")
+        add(manual, "refused")
+        with connections[manual].execute_wrapper(prevent), pytest.raises(Sorry):
+            rows(connections[manual], "ROLLBACK TO a")
+        lease._held.until = 0.0  # as after a pause
+        with pytest.raises(LeaseLost):
+            rows(connections[manual], "RELEASE a")
+        transaction.rollback(using=manual)
+    assert committed(manual) == set()
+
+
+@on_sqlite
+@every_fence
+def test_savepoint_from_before_autocommit_was_turned_off_is_refused_at_its_end(store, database, fence):
+    connection = connections[database]
+    transaction.set_autocommit(False, using=database)
+    with lock("order", 7, using=database, fence=False):
+        add(database, "earlier")
+        transaction.commit(using=database)
+    transaction.set_autocommit(True, using=database)
+    rows(connection, "SAVEPOINT a")
+    transaction.set_autocommit(False, using=database)
+    with lock("order", 42, using=database, fence=fence) as lease:
+        add(database, "refused")
+        lease._held.until = 0.0  # as after a pause
+        with pytest.raises(LeaseLost):
+            rows(connection, "RELEASE a")
+        transaction.rollback(using=database)
+    transaction.set_autocommit(True, using=database)
+    assert committed(database) == {"earlier"}
 
 
 @on_sqlite
