@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NotSupported
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+
+_LEGACY: Final = -1
+"""sqlite3.LEGACY_TRANSACTION_CONTROL, which Python 3.11 does not have: not the PEP 249 mode, which begins at once."""
 
 __all__ = ["begins_by_itself", "has_begun", "is_autocommit", "no_fence_in_autocommit", "refuse_unbegun"]
 
@@ -40,7 +43,8 @@ def has_begun(connection: Connection) -> bool:
 def begins_by_itself(connection: Connection) -> bool:
     """Return whether SQLite's driver begins a transaction before the first write, as it does by default."""
     driver: Any = connection.connection.driver_connection
-    return driver.isolation_level is not None and getattr(driver, "autocommit", -1) != True  # noqa: E712 - -1 is true, too
+    driver = getattr(driver, "_conn", driver)  # aiosqlite does not show all of it
+    return driver.isolation_level is not None and getattr(driver, "autocommit", _LEGACY) == _LEGACY
 
 
 def no_fence_in_autocommit(name: str) -> NotSupported:

@@ -22,7 +22,7 @@ from dlock_core.sql.driver_errors import (
     is_refusal,
     warn_unless_known,
 )
-from dlock_core.sql.statement_kinds import commits_by_itself, surely_reads
+from dlock_core.sql.statement_kinds import commits_by_itself, commits_implicitly, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
@@ -99,7 +99,10 @@ class ConnectionTracker:
         self._is_begun_anew = False
         """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
         self._first_savepoint: str | None = None
-        """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
+        """The savepoint that has begun SQLite's transaction, or may have: what came before it is not known.
+
+        Its RELEASE is a COMMIT then.
+        """
         self._has_written = True
         """Whether anything may have been changed since then: if not, the work may be repeated after a commit."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
@@ -122,7 +125,7 @@ class ConnectionTracker:
             )
 
         if connection.dialect.name == "sqlite":
-            self._first_savepoint = _may_have_begun(connection)
+            self._first_savepoint = next(iter(open_savepoints(connection)), None)
             vars(connection).update(
                 _savepoint_impl=self._begin_savepoint, _release_savepoint_impl=self._release_savepoint
             )
@@ -210,7 +213,8 @@ class ConnectionTracker:
         """Return whether SQLite commits a statement at once, because its driver has sent no BEGIN, and sends none."""
         if not _is_alive(self.connection) or has_begun(self.connection):
             return False
-        return commits_by_itself(str(statement))
+        commits = commits_by_itself if begins_by_itself(self.connection) else _may_write
+        return commits(str(statement))
 
     def _begin_savepoint(self, *name: Any) -> str:
         """Create a savepoint: SQLite's driver sends BEGIN only before some writes, and not before a savepoint."""
@@ -226,6 +230,27 @@ class ConnectionTracker:
             self._check(is_end=False)
         self.sqlalchemy._release_savepoint_impl(name)
         self._note_committed()
+
+    def note_commits(self) -> None:
+        """Report what a statement commits: in AUTOCOMMIT each write, and work before DDL on MySQL and MariaDB."""
+        database = self.connection.dialect.name
+        if database == "sqlite":  # whose driver shows what is committed
+            return
+        if is_autocommit(self.connection):
+            commits = _may_write
+        elif database in ("mysql", "mariadb"):
+            commits = commits_implicitly
+        else:
+            return
+        send = self.connection._execute_context
+
+        def execute(*args: Any, **more: Any) -> Any:
+            if commits(str(args[2])):
+                for participant in self.participants:
+                    participant.note_committed()
+            return send(*args, **more)
+
+        vars(self.connection)["_execute_context"] = execute
 
     def _note_committed(self) -> None:
         """Report what SQLite has committed, if so, although the transaction goes on; what follows is in another one."""
@@ -331,12 +356,8 @@ def open_savepoints(connection: Connection) -> list[str]:
     return found
 
 
-def _may_have_begun(connection: Connection) -> str | None:
-    """Return the outermost open savepoint, if it may have begun SQLite's transaction: what came before is not known."""
-    savepoints = open_savepoints(connection)
-    if not savepoints or not _is_alive(connection):
-        return None
-    return savepoints[0] if is_autocommit(connection) or begins_by_itself(connection) else None
+def _may_write(sql: str) -> bool:
+    return not surely_reads(sql)
 
 
 def _is_alive(connection: Connection) -> bool:

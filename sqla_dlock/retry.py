@@ -78,8 +78,9 @@ def retry_on_conflict(
     second run on, lock the row if `is_retry()`.
 
     The function runs again only if everything that the run did is known to be rolled back. A conflict is raised at
-    once, with a note, if the transaction of this session, or of another that began in the function, is or may be
-    committed. Commits of a Connection without a session are not detected.
+    once, with a note, if work of this session, or of another whose transaction began in the function, is or may be
+    committed: also by AUTOCOMMIT, or by DDL on MySQL and MariaDB. Commits of a Connection without a session, and the
+    text COMMIT, are not detected.
 
     Raises InvalidRequestError if the function swallows an error that has undone its transaction: on PostgreSQL any
     error outside of a savepoint, on MySQL and MariaDB a deadlock, even in a savepoint. The work before the error would

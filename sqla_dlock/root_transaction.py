@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
+from dlock_core.transactions.retry import current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.connections import outcome_so_far, tracker_for
 
@@ -56,7 +57,10 @@ class RootTransaction:
         if not is_of_test(connection):
             self.outcomes[connection] = None
             self._owns_connection |= self._owns(connection)
-            tracker_for(connection).participants.append(self)
+            tracker = tracker_for(connection)
+            tracker.participants.append(self)
+            if current_attempts.get():
+                tracker.note_commits()
 
     def check(self, *, is_end: bool) -> None:
         """Refuse the following COMMIT on one of the connections: nothing has been committed on any so far.

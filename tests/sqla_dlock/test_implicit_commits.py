@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -191,6 +192,38 @@ def test_savepoint_in_autocommit_is_refused_when_the_lease_is_lost(engine, store
             lose(lease)
         session.rollback()
     assert names(engine) == set()
+
+
+@pytest.fixture
+def never(make_engine):
+    """An engine whose driver begins no transactions, as in the documented recipe, but without its event."""
+    engine = create_engine(make_engine("sqlite").url, connect_args={"isolation_level": None})
+    yield engine
+    engine.dispose()
+
+
+@every_fence
+def test_savepoint_is_the_transaction_where_nothing_begins_one(never, store, fence):
+    with Session(never) as session:
+        with pytest.raises(LeaseLost), lock_inside(session, fence) as lease:
+            add(session, "refused")
+            lose(lease)
+        session.rollback()
+    assert names(never) == set()
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE"])
+def test_write_after_a_rollback_that_the_driver_does_not_see_is_refused_when_the_lease_is_lost(never, store, begin):
+    event.listen(never, "begin", lambda connection: connection.exec_driver_sql(begin))
+    with Session(never) as session:
+        with pytest.raises(LeaseLost), lock(session, "order", 42, fence=False) as lease:
+            session.execute(text("INSERT INTO counter (id, name, value) VALUES (1, 'undone', 0)"))
+            with pytest.raises(IntegrityError):
+                session.execute(text("INSERT OR ROLLBACK INTO counter (id, name, value) VALUES (1, 'again', 0)"))
+            lose(lease)
+            session.execute(text("INSERT INTO counter (name, value) VALUES ('refused', 0)"))
+        session.rollback()
+    assert names(never) == set()
 
 
 @every_fence

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, delete, event, func, select, text
-from sqlalchemy.exc import DBAPIError, InvalidRequestError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.orm.exc import DetachedInstanceError, StaleDataError
@@ -572,6 +572,85 @@ def test_what_sqlite_has_committed_although_the_transaction_goes_on_is_not_done_
     assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
     assert attempts.made == 1
     plain.dispose()
+
+
+on_every_database = pytest.mark.parametrize("engine", ["sqlite", "postgresql", "mariadb"], indirect=True)
+AUTOCOMMIT = {"isolation_level": "AUTOCOMMIT"}
+
+
+@on_every_database
+@pytest.mark.parametrize("how", ["engine", "connection"])
+def test_what_was_written_in_autocommit_is_not_done_again(engine, how):
+    plain, attempts = create_engine(engine.url), Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(plain.execution_options(**AUTOCOMMIT) if how == "engine" else plain))
+    def work(session: Session) -> None:
+        if how == "connection":
+            session.connection(execution_options=AUTOCOMMIT)
+        session.add(Counter(name="paid"))
+        session.flush()
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+    assert names(engine) == ["paid"]
+    plain.dispose()
+
+
+@on_every_database
+def test_what_was_only_read_in_autocommit_is_done_again(engine):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(engine.execution_options(**AUTOCOMMIT)))
+    def work(session: Session) -> None:
+        session.scalars(select(Counter)).all()
+        attempts.make()
+
+    work()
+    assert attempts.made == 2
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_what_mariadb_has_committed_implicitly_is_not_done_again(engine):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        session.add(Counter(name="paid"))
+        session.flush()
+        session.execute(text("ANALYZE TABLE counter"))
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+    assert names(engine) == ["paid"]
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("begins", [True, False], ids=["event", "nothing"])
+def test_what_sqlite_commits_by_itself_where_its_driver_never_begins_is_not_done_again(engine, begins):
+    """As after an error that has rolled everything back: only the engine's event sends BEGIN, and not once more."""
+    never = create_engine(engine.url, connect_args={"isolation_level": None})
+    if begins:
+        event.listen(never, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(never))
+    def work(session: Session) -> None:
+        session.add(Counter(id=1, name="undone"))
+        session.flush()
+        with suppress(IntegrityError):
+            session.execute(text("INSERT OR ROLLBACK INTO counter (id, name, value) VALUES (1, 'again', 0)"))
+        session.execute(text("INSERT INTO counter (name, value) VALUES ('paid', 0)"))
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+    assert names(engine)[-1:] == ["paid"]
+    never.dispose()
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
