@@ -22,17 +22,7 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = [
-    "MAX_NAME_BYTES",
-    "REFUSALS",
-    "AmbiguousKey",
-    "Kind",
-    "canonical",
-    "join",
-    "label_text",
-    "plain_number",
-    "with_keys",
-]
+__all__ = ["MAX_NAME_BYTES", "REFUSALS", "AmbiguousKey", "Kind", "canonical", "join", "plain_number", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
