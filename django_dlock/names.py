@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import datetime
+from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -164,4 +165,6 @@ def _converted(field: Any, value: Any) -> Any:
     if isinstance(found, datetime) and is_aware(found) and not settings.USE_TZ:
         # PostgreSQL would convert it to the zone of the session, and the other databases refuse it.
         raise names.AmbiguousKey("without USE_TZ give the time as it is stored, without a time zone")
+    if isinstance(found, Decimal) and (places := getattr(field, "decimal_places", None)) is not None:
+        names.refuse_rounded(found, places)
     return found

@@ -99,6 +99,12 @@ class AmbiguousKey(ValueError):
     """A value that databases read differently; the text of the error is what to give instead."""
 
 
+def refuse_rounded(number: Decimal, places: int) -> None:
+    """Raise AmbiguousKey for a number with more digits after the point than its column has."""
+    if number != round(number, places):
+        raise AmbiguousKey(f"give the number with {places} digits after the point, as databases round it")
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A model in a lock's name: each spelling of one of its keys becomes the form that the database returns.

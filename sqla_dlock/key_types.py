@@ -16,10 +16,11 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import CHAR, NCHAR, DateTime, Enum, Interval, String, TypeDecorator, Uuid
+from sqlalchemy import CHAR, NCHAR, DateTime, Enum, Interval, Numeric, String, TypeDecorator, Uuid
 from sqlalchemy.engine.default import DefaultDialect
 
 from dlock_core import names
+from dlock_core.errors import NotSupported
 
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
@@ -67,10 +68,14 @@ class KeyColumn:
     def _converter(self, kind: Any, dialect: DefaultDialect) -> Converter:
         """Return the function for the type of one database.
 
-        Only types whose texts are known are converted, and each converter refuses values that it cannot parse. Other
-        values are passed on unchanged, and `dlock_core.names` then decides whether they have a stable text.
+        Each converter refuses values that it cannot parse. Raises NotSupported for a type whose texts are not known.
         """
         if is_decorated(kind):
+            if not _sql_methods_of(TypeDecorator).issubset(_sql_methods_of(type(kind))):
+                raise NotSupported(
+                    f"{type(kind).__name__} changes its values in SQL, so that it is not known which of them are one "
+                    "key: name the lock by a text instead of the class"
+                )
             implementing = _implementing(kind, dialect)
             return partial(_there_and_back, kind, dialect, implementing, self._converter(implementing, dialect))
         if isinstance(kind, Enum):
@@ -79,10 +84,20 @@ class KeyColumn:
             return _uuid if kind.as_uuid else _uuid_text
         if _is_text(kind):
             return _unpadded if isinstance(kind, CHAR | NCHAR) else _text
+        return self._converter_of_value(kind)
+
+    def _converter_of_value(self, kind: TypeEngine[Any]) -> Converter:
         python = _python_type(kind)
         if python is datetime:
             return partial(_datetime, has_zone=self.has_zone)
-        return _CONVERTERS.get(python, _as_given)
+        if isinstance(kind, Numeric) and kind.scale is not None:
+            return partial(_decimal, scale=kind.scale)
+        if python not in _CONVERTERS:
+            raise NotSupported(
+                f"the spellings of a key of type {kind!r} are not known, and each would be another lock: name the lock "
+                'by a text, as in lock(session, "host", str(key)), with one spelling of each key'
+            )
+        return _CONVERTERS[python]
 
 
 def _forms(kind: TypeEngine[Any]) -> list[tuple[DefaultDialect, TypeEngine[Any], TypeEngine[Any]]]:
@@ -116,6 +131,11 @@ def _stored_type(kind: TypeEngine[Any], dialect: DefaultDialect) -> TypeEngine[A
 
 def _is_text(kind: TypeEngine[Any]) -> bool:
     return (isinstance(kind, String) and not isinstance(kind, Enum)) or _python_type(kind) is bytes
+
+
+def _sql_methods_of(kind: type[TypeEngine[Any]]) -> set[Any]:
+    """Return the methods with which a type puts its values into SQL expressions."""
+    return {kind.bind_expression, kind.column_expression}
 
 
 def _python_type(kind: TypeEngine[Any]) -> type | None:
@@ -160,10 +180,6 @@ def _check(converters: Sequence[Converter], value: Any) -> None:
         raise next((each for each in refusals if isinstance(each, _NotText)), refusals[0])
 
 
-def _as_given(value: Any) -> Any:
-    return value
-
-
 def _text(value: Any) -> Any:
     """Return the key of a column of text, which is text.
 
@@ -202,10 +218,12 @@ def _boolean(value: Any) -> int:
     return found
 
 
-def _decimal(value: Any) -> Decimal:
+def _decimal(value: Any, scale: int | None = None) -> Decimal:
     found = value if isinstance(value, Decimal) else Decimal(names.plain_number(str(value)))
     if not found.is_finite():
         raise ValueError(value)
+    if scale is not None:
+        names.refuse_rounded(found, scale)
     return found
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache, partial
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import unquote
 from uuid import UUID
 
@@ -18,6 +18,7 @@ from sqlalchemy import inspect
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import InstanceState, Mapper
 from sqlalchemy.orm.util import AliasedClass
+from sqlalchemy.types import NullType
 
 from dlock_core import names
 from dlock_core.errors import NoSuchKey, NotSupported
@@ -103,13 +104,40 @@ def kind_of(part: Any) -> names.Kind | None:
     return None
 
 
-@lru_cache(maxsize=1024)
 def _kind(mapped: type, *, is_own: bool = False) -> names.Kind:
     """Return what a mapped class is in a name; `is_own`: with keys as the types have them without their variants."""
+    try:
+        return _known_kind(mapped, is_own=is_own)
+    except _IncompleteMapping as incomplete:
+        refuse = partial(_refuse, incomplete)
+        return names.Kind(label=incomplete.name, converters=(refuse,) * incomplete.width, key_of=refuse)
+
+
+class _IncompleteMapping(NotSupported):
+    """A foreign key whose type is not known yet, because the table that it refers to is not defined."""
+
+    def __init__(self, label: str, width: int) -> None:
+        super().__init__(
+            f"the key of {label} is a foreign key to a table that is not defined yet: import its module before the "
+            "lock is used",
+            name=label,
+        )
+        self.width = width
+
+
+def _refuse(error: _IncompleteMapping, _key: Any) -> NoReturn:
+    raise error
+
+
+@lru_cache(maxsize=1024)
+def _known_kind(mapped: type, *, is_own: bool) -> names.Kind:
+    """Raises an error, which is not cached, as long as the mapping is incomplete: a decorator may come early."""
     mapper = _row_mapper(inspect(mapped))
     label = getattr(mapper.local_table, "fullname", None)
     if label is None:
         raise TypeError(f"{mapped.__name__} is not mapped to a table: name its locks by a text instead")
+    if any(isinstance(column.type, NullType) and column.foreign_keys for column in mapper.primary_key):
+        raise _IncompleteMapping(label, len(mapper.primary_key))
     columns = [KeyColumn(column.type) for column in mapper.primary_key]
     return names.Kind(
         label=label,

@@ -186,6 +186,12 @@ def test_router_is_given_the_instance_inside_a_lazy_one():
         assert identify((Counter, SimpleLazyObject(lambda: Counter(pk=7))), None)[2] == "other"
 
 
+def test_number_that_the_database_would_round_is_no_key():
+    for key in ("1.505", Decimal("1.505"), Price(pk=Decimal("1.505"))):
+        with pytest.raises(NoSuchKey, match="2 digits after the point"):
+            lock(Price, key)
+
+
 def test_lazy_instance_that_is_no_key_is_named_by_its_class():
     with pytest.raises(TypeError, match=r"lock\(Counter, key\)"):
         lock(SimpleLazyObject(lambda: Counter(pk=7)))

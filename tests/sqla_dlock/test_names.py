@@ -31,8 +31,9 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy import Enum as SqlEnum
-from sqlalchemy.dialects import mysql
+from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, with_polymorphic
+from sqlalchemy.types import UserDefinedType
 
 from dlock_core.errors import NoSuchKey, NotSupported
 from sqla_dlock.fencing import FencedMixin
@@ -367,6 +368,70 @@ def test_number_as_text_names_the_fenced_row_as_its_text_does():
     for key in (42, "42", Decimal("42.0")):
         assert (found := lock(Session(), "coded", key)).name == "coded:42"
         assert found.fence.key == "42"
+
+
+def test_foreign_key_to_a_class_that_is_defined_later_has_one_name_for_all_spellings():
+    base = registry().generate_base()
+
+    class Profile(base):
+        __tablename__ = "profile"
+        user_id: Mapped[int] = mapped_column(ForeignKey("late_user.id"), primary_key=True)
+
+    class FencedProfile(FencedMixin, base):
+        __tablename__ = "fenced_profile"
+        user_id: Mapped[int] = mapped_column(ForeignKey("late_user.id"), primary_key=True)
+
+    @locked(Profile, "user_id")
+    def work(session, user_id):
+        return user_id
+
+    for parts in [(Profile, 42), (Profile, Profile(user_id=42)), (FencedProfile, 42), ("fenced_profile", 42)]:
+        with pytest.raises(NotSupported, match="a foreign key to a table that is not defined yet"):
+            lock(Session(), *parts)
+
+    class LateUser(base):
+        __tablename__ = "late_user"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    assert name(Profile, "042") == name(Profile, 42) == name(Profile, Profile(user_id=42)) == "profile:42"
+    assert lock(Session(), "fenced_profile", "042").fence.key == 42
+
+
+class Folded(TypeDecorator[str]):
+    """The database folds it to lower case."""
+
+    impl = String(9)
+    cache_ok = True
+
+    def bind_expression(self, bindparam):
+        return func.lower(bindparam)
+
+
+class Unknown(UserDefinedType[int]):
+    cache_ok = True
+
+    def get_col_spec(self, **_):
+        return "INTEGER"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [postgresql.INET(), Over(postgresql.MACADDR()), String(20).with_variant(postgresql.INET, PG), Unknown(), Folded()],
+)
+def test_key_whose_spellings_are_not_known_is_refused_when_its_class_is_named(kind):
+    keyed = with_key(kind)
+    for refused in (lambda: name(keyed, "10.0.0.1"), lambda: locked(keyed, "key")(lambda session, key: None)):
+        with pytest.raises(NotSupported, match="by a text"):
+            refused()
+
+
+def test_number_that_the_database_would_round_is_no_key():
+    for kind in (Numeric(10, 2), Numeric(10, 2, asdecimal=False)):
+        keyed = with_key(kind)
+        assert name(keyed, "1.50") == name(keyed, Decimal("1.500")) == "keyed:1.5"
+        for key in ("1.505", Decimal("1.505"), keyed(id=Decimal("1.505"))):
+            with pytest.raises(NoSuchKey, match="2 digits after the point"):
+                name(keyed, key)
 
 
 @pytest.mark.parametrize("label", ["parcel", Tables.PARCEL, quoted_name("parcel", quote=True), b"parcel"], ids=repr)
