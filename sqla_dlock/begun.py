@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NotSupported
+from dlock_core.sql.statement_kinds import surely_reads
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -12,7 +13,15 @@ if TYPE_CHECKING:
 _LEGACY: Final = -1
 """sqlite3.LEGACY_TRANSACTION_CONTROL, which Python 3.11 does not have: not the PEP 249 mode, which begins at once."""
 
-__all__ = ["begins_by_itself", "has_begun", "is_autocommit", "no_fence_in_autocommit", "refuse_unbegun"]
+__all__ = [
+    "begins_by_itself",
+    "has_begun",
+    "is_autocommit",
+    "may_write",
+    "no_fence_in_autocommit",
+    "refuse_unbegun",
+    "savepoint_may_begin",
+]
 
 
 def is_autocommit(connection: Connection) -> bool:
@@ -45,6 +54,16 @@ def begins_by_itself(connection: Connection) -> bool:
     driver: Any = connection.connection.driver_connection
     driver = getattr(driver, "_conn", driver)  # aiosqlite does not show all of it
     return driver.isolation_level is not None and getattr(driver, "autocommit", _LEGACY) == _LEGACY
+
+
+def savepoint_may_begin(connection: Connection) -> bool:
+    """Return whether SQLite's transaction may begin with a savepoint: unless the engine's event `begin` sends BEGIN."""
+    return is_autocommit(connection) or begins_by_itself(connection) or not connection.dispatch.begin
+
+
+def may_write(sql: str) -> bool:
+    """Return whether a statement outside of a transaction may change, and commit, anything."""
+    return not surely_reads(sql)
 
 
 def no_fence_in_autocommit(name: str) -> NotSupported:

@@ -25,7 +25,7 @@ from dlock_core.sql.driver_errors import (
 from dlock_core.sql.statement_kinds import commits_by_itself, commits_implicitly, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit
+from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit, may_write, savepoint_may_begin
 from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ class ConnectionTracker:
         self._is_begun_anew = False
         """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
         self._first_savepoint: str | None = None
-        """The savepoint that has begun SQLite's transaction, or may have: what came before it is not known.
-
-        Its RELEASE is a COMMIT then.
-        """
+        """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
         self._has_written = True
         """Whether anything may have been changed since then: if not, the work may be repeated after a commit."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
@@ -125,7 +122,7 @@ class ConnectionTracker:
             )
 
         if connection.dialect.name == "sqlite":
-            self._first_savepoint = next(iter(open_savepoints(connection)), None)
+            self._first_savepoint = _may_have_begun(connection)
             vars(connection).update(
                 _savepoint_impl=self._begin_savepoint, _release_savepoint_impl=self._release_savepoint
             )
@@ -211,9 +208,9 @@ class ConnectionTracker:
 
     def _commits_by_itself(self, statement: object) -> bool:
         """Return whether SQLite commits a statement at once, because its driver has sent no BEGIN, and sends none."""
-        if not _is_alive(self.connection) or has_begun(self.connection):
+        if self.hooks.is_busy or not _is_alive(self.connection) or has_begun(self.connection):
             return False
-        commits = commits_by_itself if begins_by_itself(self.connection) else _may_write
+        commits = commits_by_itself if begins_by_itself(self.connection) else may_write
         return commits(str(statement))
 
     def _begin_savepoint(self, *name: Any) -> str:
@@ -237,7 +234,7 @@ class ConnectionTracker:
         if database == "sqlite":  # whose driver shows what is committed
             return
         if is_autocommit(self.connection):
-            commits = _may_write
+            commits = may_write
         elif database in ("mysql", "mariadb"):
             commits = commits_implicitly
         else:
@@ -356,8 +353,10 @@ def open_savepoints(connection: Connection) -> list[str]:
     return found
 
 
-def _may_write(sql: str) -> bool:
-    return not surely_reads(sql)
+def _may_have_begun(connection: Connection) -> str | None:
+    """Return the outermost open savepoint, if it may have begun SQLite's transaction: what came before is not known."""
+    savepoints = open_savepoints(connection)
+    return savepoints[0] if savepoints and _is_alive(connection) and savepoint_may_begin(connection) else None
 
 
 def _is_alive(connection: Connection) -> bool:

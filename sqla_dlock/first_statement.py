@@ -43,7 +43,8 @@ class FirstStatementHooks:
         self._done: list[Hook] = []
         self._in_savepoint: list[Hook] = []
         """The hooks that were called inside a savepoint, whose rollback would undo their work."""
-        self._is_busy = False
+        self.is_busy = False
+        """Whether one of them is being called, and sends its statements."""
         self.is_unanswered = False
         """Whether a statement has failed, or was interrupted: the database may have rolled everything back."""
         self.listens = False
@@ -73,10 +74,10 @@ class FirstStatementHooks:
 
     def run(self) -> None:
         """Call the hooks that are due. A hook that raises stays due: no statement passes before it has succeeded."""
-        if self._is_busy or not self.due:
+        if self.is_busy or not self.due:
             return
         try:
-            self._is_busy = True
+            self.is_busy = True
             while self.due:
                 hook, may_be_undone = self.due[0], self.connection.in_nested_transaction()
                 hook(self.connection)
@@ -87,11 +88,11 @@ class FirstStatementHooks:
             self._listen()
             raise
         finally:
-            self._is_busy = False
+            self.is_busy = False
 
     def run_last(self) -> None:
         """Call the hooks that are due, before COMMIT, unless statements may have bypassed one of them."""
-        if self._is_busy or not self._hears:
+        if self.is_busy or not self._hears:
             raise InvalidRequestError(EVADED)
         self.run()
 
