@@ -103,8 +103,12 @@ class DatabaseReader:
 
     def _opened(self) -> ReaderConnection:
         connection = self._connect()
-        for statement in _BEGIN_READING.get(self._vendor, ()):
-            connection.execute(statement, ())
+        try:
+            for statement in _BEGIN_READING.get(self._vendor, ()):
+                connection.execute(statement, ())
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
 

@@ -236,6 +236,21 @@ def test_connection_that_comes_too_late_is_closed(monkeypatch):
     assert closed.wait(30)
 
 
+def test_connection_that_cannot_be_used_is_closed():
+    closed = []
+
+    class Session:
+        def execute(self, sql, params):
+            raise OSError("refused")
+
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises(BackendUnavailable, match="refused"):
+        reader.DatabaseReader("x", "postgresql", Session).query("SELECT 1")
+    assert len(closed) == 1
+
+
 def test_unknown_alias_and_bad_url_are_refused_before_anything_is_sent():
     with pytest.raises(ConnectionDoesNotExist):
         databases(["nowhere"])
