@@ -67,7 +67,11 @@ class DjangoConnector:
         options = {key: value for key, value in settings["OPTIONS"].items() if key != "pool"}
         wrapper = self._kind({**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)")
         wrapper.inc_thread_sharing()
-        wrapper.connect()
+        try:
+            wrapper.connect()
+        except BaseException:  # of a receiver of `connection_created`, too
+            wrapper.close()
+            raise
         return DjangoConnection(wrapper)
 
 

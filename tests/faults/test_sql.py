@@ -11,6 +11,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+from django.db.backends.signals import connection_created
 from sqlalchemy import create_engine, event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -240,6 +241,22 @@ def test_server_that_ends_each_listening_session_is_not_asked_for_another_at_onc
 @pytest.mark.usefixtures("many_files")
 def test_waiter_is_told_in_a_process_with_many_files(postgres: TableBackend, name: str) -> None:
     with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
+
+
+def test_connection_that_the_program_refuses_is_closed(postgres: TableBackend, name: str) -> None:
+    opened = []
+
+    def refuse(connection: Any, **_: Any) -> None:
+        opened.append(connection.connection)
+        raise LookupError("no tenant")
+
+    connection_created.connect(refuse)
+    try:
+        with pytest.raises(LookupError):
+            Lock(postgres, name).acquire()
+    finally:
+        connection_created.disconnect(refuse)
+    assert {each.closed for each in opened} == {True}
 
 
 def test_threads_that_begin_at_once_have_one_memory() -> None:
