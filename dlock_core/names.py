@@ -101,7 +101,8 @@ class AmbiguousKey(ValueError):
 
 def refuse_rounded(number: Decimal, places: int) -> None:
     """Raise AmbiguousKey for a number with more digits after the point than its column has."""
-    if number != round(number, places):
+    _, digits, exponent = number.as_tuple()
+    if isinstance(exponent, int) and exponent < -places and any(digits[exponent + places :]):
         raise AmbiguousKey(f"give the number with {places} digits after the point, as databases round it")
 
 

@@ -22,11 +22,12 @@ from dlock_core.sql.driver_errors import (
     is_refusal,
     warn_unless_known,
 )
-from dlock_core.sql.statement_kinds import commits_by_itself, commits_implicitly, surely_reads
+from dlock_core.sql.statement_kinds import commits_by_itself, surely_reads
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.begun import begins_by_itself, has_begun, is_autocommit, may_write, savepoint_may_begin
+from sqla_dlock.begun import begins_by_itself, has_begun, may_write, savepoint_may_begin
 from sqla_dlock.first_statement import FirstStatementHooks
+from sqla_dlock.statement_commits import may_have_changed, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +103,7 @@ class ConnectionTracker:
         """The savepoint that has begun SQLite's transaction, or may have: its RELEASE is a COMMIT."""
         self._has_written = True
         """Whether anything may have been changed since then: if not, the work may be repeated after a commit."""
+        self._notes_commits = False
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -229,34 +231,23 @@ class ConnectionTracker:
         self._note_committed()
 
     def note_commits(self) -> None:
-        """Report what a statement commits: in AUTOCOMMIT each write, and work before DDL on MySQL and MariaDB."""
-        database = self.connection.dialect.name
-        if database == "sqlite":  # whose driver shows what is committed
-            return
-        if is_autocommit(self.connection):
-            commits = may_write
-        elif database in ("mysql", "mariadb"):
-            commits = commits_implicitly
-        else:
-            return
-        send = self.connection._execute_context
+        """Report from now on what statements commit although the transaction goes on."""
+        if not self._notes_commits:
+            self._notes_commits = True
+            if (send := reporting(self.connection, self._report_committed)) is not None:
+                vars(self.connection)["_execute_context"] = send
 
-        def execute(*args: Any, **more: Any) -> Any:
-            if commits(str(args[2])):
-                for participant in self.participants:
-                    participant.note_committed()
-            return send(*args, **more)
+    def _report_committed(self) -> None:
+        for participant in self.participants:
+            participant.note_committed()
 
-        vars(self.connection)["_execute_context"] = execute
-
-    def _note_committed(self) -> None:
+    def _note_committed(self, *, has_changed: bool = True) -> None:
         """Report what SQLite has committed, if so, although the transaction goes on; what follows is in another one."""
         if has_begun(self.connection):
             return
         self.hooks.make_up()
-        if self._has_written:
-            for participant in self.participants:
-                participant.note_committed()
+        if self._has_written and has_changed:
+            self._report_committed()
 
     def _roll_back_to_savepoint(self, name: str) -> None:
         self.hooks.note_savepoint_undone()  # first: an interrupt may come as soon as the database is done
@@ -280,7 +271,7 @@ class ConnectionTracker:
             self.hooks.is_unanswered = True  # no signal handler runs before this: nothing is called
             raise
         if is_commit:
-            self._note_committed()
+            self._note_committed(has_changed=may_have_changed(answer))
         return answer
 
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:

@@ -25,9 +25,13 @@ from dlock_core.errors import NotSupported
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
-__all__ = ["KeyColumn", "is_decorated"]
+__all__ = ["KeyColumn", "UnknownSpellings", "is_decorated"]
 
 Converter = Callable[[Any], Any]
+
+
+class UnknownSpellings(NotSupported):
+    """A type whose values may have several spellings, which only the database knows."""
 
 
 def _dialect(name: str) -> DefaultDialect:
@@ -68,14 +72,14 @@ class KeyColumn:
     def _converter(self, kind: Any, dialect: DefaultDialect) -> Converter:
         """Return the function for the type of one database.
 
-        Each converter refuses values that it cannot parse. Raises NotSupported for a type whose texts are not known.
+        Each converter refuses values that it cannot parse. Raises UnknownSpellings for a type that it does not know.
         """
+        if not all(method.__module__.startswith("sqlalchemy.") for method in _writing_methods_of(kind)):
+            raise UnknownSpellings(
+                f"{type(kind).__name__} has its own way to write values into SQL, so that it is not known which of "
+                "them are one key: name the lock by a text instead of the class"
+            )
         if is_decorated(kind):
-            if not _sql_methods_of(TypeDecorator).issubset(_sql_methods_of(type(kind))):
-                raise NotSupported(
-                    f"{type(kind).__name__} changes its values in SQL, so that it is not known which of them are one "
-                    "key: name the lock by a text instead of the class"
-                )
             implementing = _implementing(kind, dialect)
             return partial(_there_and_back, kind, dialect, implementing, self._converter(implementing, dialect))
         if isinstance(kind, Enum):
@@ -90,14 +94,15 @@ class KeyColumn:
         python = _python_type(kind)
         if python is datetime:
             return partial(_datetime, has_zone=self.has_zone)
-        if isinstance(kind, Numeric) and kind.scale is not None:
-            return partial(_decimal, scale=kind.scale)
         if python not in _CONVERTERS:
-            raise NotSupported(
+            raise UnknownSpellings(
                 f"the spellings of a key of type {kind!r} are not known, and each would be another lock: name the lock "
                 'by a text, as in lock(session, "host", str(key)), with one spelling of each key'
             )
-        return _CONVERTERS[python]
+        convert = _CONVERTERS[python]
+        if isinstance(kind, Numeric) and kind.scale is not None:
+            return partial(_unrounded, convert, kind.scale)
+        return convert
 
 
 def _forms(kind: TypeEngine[Any]) -> list[tuple[DefaultDialect, TypeEngine[Any], TypeEngine[Any]]]:
@@ -133,9 +138,9 @@ def _is_text(kind: TypeEngine[Any]) -> bool:
     return (isinstance(kind, String) and not isinstance(kind, Enum)) or _python_type(kind) is bytes
 
 
-def _sql_methods_of(kind: type[TypeEngine[Any]]) -> set[Any]:
-    """Return the methods with which a type puts its values into SQL expressions."""
-    return {kind.bind_expression, kind.column_expression}
+def _writing_methods_of(kind: TypeEngine[Any]) -> list[Callable[..., Any]]:
+    """Return the methods by which a type of the application can write values that we do not know."""
+    return [kind.bind_expression, kind.column_expression, kind.bind_processor, kind.result_processor]
 
 
 def _python_type(kind: TypeEngine[Any]) -> type | None:
@@ -218,12 +223,16 @@ def _boolean(value: Any) -> int:
     return found
 
 
-def _decimal(value: Any, scale: int | None = None) -> Decimal:
+def _decimal(value: Any) -> Decimal:
     found = value if isinstance(value, Decimal) else Decimal(names.plain_number(str(value)))
     if not found.is_finite():
         raise ValueError(value)
-    if scale is not None:
-        names.refuse_rounded(found, scale)
+    return found
+
+
+def _unrounded(convert: Callable[[Any], Decimal], scale: int, value: Any) -> Decimal:
+    found = convert(value)
+    names.refuse_rounded(found, scale)
     return found
 
 

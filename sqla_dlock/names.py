@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache, partial
 from numbers import Number
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import unquote
 from uuid import UUID
@@ -23,7 +24,7 @@ from sqlalchemy.types import NullType
 from dlock_core import names
 from dlock_core.errors import NoSuchKey, NotSupported
 from sqla_dlock.fencing import FencedMixin, class_of
-from sqla_dlock.key_types import KeyColumn, is_decorated
+from sqla_dlock.key_types import KeyColumn, UnknownSpellings, is_decorated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,18 +46,27 @@ def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     if is_mapped(parts[0]) and not issubclass(parts[0], FencedMixin):
         kind = _kind(parts[0])
         mapped = class_of(kind.label)
-        return parts if mapped is None else (mapped, *kind.read_key(parts[1:])[0])
+        return (mapped, *kind.read_key(parts[1:])[0]) if _has_key_of(mapped, parts[0]) else parts
     mapped = class_of(names.label_text(parts[0]))
     if mapped is None:
         return parts
-    with suppress(NoSuchKey, TypeError):
+    with suppress(NoSuchKey, TypeError, UnknownSpellings):
         _kind(mapped).read_key(parts[1:])
         return mapped, parts[1]
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, UnknownSpellings):
         text = unquote(names.join(*parts).rpartition(":")[2])  # 42 names the row whose key is the text "42".
         _kind(mapped).read_key([text])
         return mapped, text
     return parts
+
+
+def _has_key_of(fenced: type | None, mapped: type) -> bool:
+    """Return whether a class with a fence has the same columns as its key, and so the same rows, as another class."""
+    if fenced is None:
+        return False
+    columns: Sequence[Any] = inspect(fenced).primary_key
+    others: Sequence[Any] = inspect(mapped).primary_key
+    return len(columns) == len(others) and all(map(is_, columns, others))
 
 
 def row_key(mapped: type, key: Any) -> Any:

@@ -192,6 +192,17 @@ def test_number_that_the_database_would_round_is_no_key():
             lock(Price, key)
 
 
+@isolate_apps("tests.testapp")
+def test_long_number_is_named_in_full():
+    class Account(models.Model):
+        number = models.DecimalField(primary_key=True, max_digits=40, decimal_places=10)
+
+        class Meta:
+            app_label = "testapp"
+
+    assert lock(Account, 2**127).name == f"testapp.account:{2**127}"
+
+
 def test_lazy_instance_that_is_no_key_is_named_by_its_class():
     with pytest.raises(TypeError, match=r"lock\(Counter, key\)"):
         lock(SimpleLazyObject(lambda: Counter(pk=7)))

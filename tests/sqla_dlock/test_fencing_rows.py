@@ -415,6 +415,27 @@ def test_class_on_the_table_of_a_fenced_one_has_its_fence():
         assert (named.fence.table, named.fence.key) == (Sheet.__table__, 7)
 
 
+def test_class_has_no_fence_of_another_table_or_of_another_key():
+    base, elsewhere = registry().generate_base(), registry().generate_base()
+
+    class Folder(FencedMixin, base):
+        __tablename__ = "folder"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        mail: Mapped[str] = mapped_column(String(20), unique=True)
+
+    class ByMail(base):
+        __table__ = Folder.__table__
+        __mapper_args__: ClassVar[Any] = {"primary_key": [Folder.__table__.c.mail]}
+
+    class FolderElsewhere(elsewhere):
+        __tablename__ = "folder"
+        id: Mapped[str] = mapped_column(String(20), primary_key=True)
+
+    for parts, name in [((ByMail, "a@x"), "folder:a%40x"), ((FolderElsewhere, "a"), "folder:a")]:
+        found = lock(Session(), *parts, shared=True)
+        assert (found.name, type(found.fence)) == (name, TableFence)
+
+
 @levels([("sqlite", "IMMEDIATE")])
 @pytest.mark.parametrize("form", FORMS)
 def test_row_is_found_by_the_key_of_its_class_which_need_not_be_that_of_its_table(engine, store, form):

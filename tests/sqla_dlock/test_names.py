@@ -36,7 +36,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from sqlalchemy.types import UserDefinedType
 
 from dlock_core.errors import NoSuchKey, NotSupported
-from sqla_dlock.fencing import FencedMixin
+from sqla_dlock.fencing import FencedMixin, TableFence
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
 from tests.sqla_dlock.models import ColdStock, Counter, HeavyParcel, LightParcel, Parcel, Shelf, Stock, Ticket, Tray
@@ -407,6 +407,13 @@ class Folded(TypeDecorator[str]):
         return func.lower(bindparam)
 
 
+class FoldedText(String):
+    cache_ok = True
+
+    def bind_expression(self, bindparam):
+        return func.lower(bindparam)
+
+
 class Unknown(UserDefinedType[int]):
     cache_ok = True
 
@@ -416,13 +423,30 @@ class Unknown(UserDefinedType[int]):
 
 @pytest.mark.parametrize(
     "kind",
-    [postgresql.INET(), Over(postgresql.MACADDR()), String(20).with_variant(postgresql.INET, PG), Unknown(), Folded()],
+    [
+        postgresql.INET(),
+        Over(postgresql.MACADDR()),
+        String(20).with_variant(postgresql.INET, PG),
+        Unknown(),
+        Folded(),
+        FoldedText(9),
+        Over(FoldedText(9)),
+    ],
 )
 def test_key_whose_spellings_are_not_known_is_refused_when_its_class_is_named(kind):
     keyed = with_key(kind)
     for refused in (lambda: name(keyed, "10.0.0.1"), lambda: locked(keyed, "key")(lambda session, key: None)):
         with pytest.raises(NotSupported, match="by a text"):
             refused()
+
+
+def test_fenced_class_whose_spellings_are_not_known_is_locked_by_a_text():
+    class Host(FencedMixin, registry().generate_base()):
+        __tablename__ = "host"
+        address: Mapped[str] = mapped_column(postgresql.INET, primary_key=True)
+
+    found = lock(Session(), "host", "10.0.0.1")
+    assert (found.name, type(found.fence)) == ("host:10.0.0.1", TableFence)
 
 
 def test_number_that_the_database_would_round_is_no_key():
@@ -432,6 +456,15 @@ def test_number_that_the_database_would_round_is_no_key():
         for key in ("1.505", Decimal("1.505"), keyed(id=Decimal("1.505"))):
             with pytest.raises(NoSuchKey, match="2 digits after the point"):
                 name(keyed, key)
+
+
+def test_long_number_is_named_in_full_and_one_that_is_read_as_a_float_as_that_float():
+    long = Decimal("12345678901234567.89")
+    for kind in (Numeric(39, 0), Numeric(39, 10)):
+        assert name(with_key(kind), str(2**127)) == name(with_key(kind), 2**127) == f"keyed:{2**127}"
+    assert name(with_key(Numeric(20, 2)), long) == "keyed:12345678901234567.89"
+    keyed = with_key(Numeric(20, 2, asdecimal=False))
+    assert name(keyed, long) == name(keyed, str(long)) == name(keyed, keyed(id=float(long)))
 
 
 @pytest.mark.parametrize("label", ["parcel", Tables.PARCEL, quoted_name("parcel", quote=True), b"parcel"], ids=repr)

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, event, func, select, text
+from sqlalchemy import Engine, create_engine, delete, event, func, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -609,6 +609,67 @@ def test_what_was_only_read_in_autocommit_is_done_again(engine):
 
     work()
     assert attempts.made == 2
+
+
+@on_every_database
+def test_conflict_of_versions_in_autocommit_is_cured_by_reading_again(engine):
+    """Its UPDATE has found no row, so nothing is committed."""
+    plain = create_engine(engine.url)
+    with Session(plain) as session, session.begin():
+        session.add(Article(id=1))
+    attempts = Attempts()
+
+    @retry_on_conflict(sessionmaker(plain.execution_options(**AUTOCOMMIT)))
+    def work(session: Session) -> None:
+        article = session.get_one(Article, 1)
+        if attempts.make() == 1:
+            with plain.begin() as other:
+                other.execute(update(Article.__table__).values(version=2))
+        article.reads += 1
+
+    work()
+    assert attempts.made == 2
+    plain.dispose()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("first", ["START TRANSACTION WITH CONSISTENT SNAPSHOT", "BEGIN", "ROLLBACK"])
+def test_transaction_that_is_begun_by_hand_on_mariadb_is_done_again(engine, first):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        session.execute(text(first))
+        session.add(Counter(name="paid"))
+        session.flush()
+        attempts.make()
+
+    work()
+    assert attempts.made == 2
+    assert names(engine) == ["paid"]
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_any_number_of_sessions_can_use_one_connection_in_an_attempt(engine):
+    depths = []
+
+    def measure(_connection, _cursor, statement, *_):
+        if statement.startswith("SELECT"):
+            depths.append(len(inspect.stack(0)))
+
+    event.listen(engine, "before_cursor_execute", measure)
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(_: Session) -> None:
+        with engine.connect() as connection, connection.begin():
+            for _ in range(3):
+                with Session(connection, join_transaction_mode="create_savepoint") as inner:
+                    inner.scalars(select(Counter.id)).all()
+                    inner.commit()
+
+    work()
+    assert len(depths) == 3
+    assert len(set(depths)) == 1
 
 
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
