@@ -773,6 +773,28 @@ def test_server_waits_for_a_part_of_a_second_if_it_can(store):
     assert float(seconds).is_integer() is not is_mariadb
 
 
+@both
+def test_session_that_is_closed_during_a_step_is_closed_at_its_end(store):
+    """As that of a renewal which comes just after the release: left to the garbage collector, it would stay open."""
+    begun, may_end = threading.Event(), threading.Event()
+    connection = run(store._connections.take(BLOCKING, NAME))
+
+    def late(_):
+        begun.set()
+        may_end.wait(WITHIN)
+
+    renewing = threading.Thread(target=lambda: run(connection.step(BLOCKING, NAME, late)))
+    renewing.start()
+    begun.wait(WITHIN)
+    store._connections.keep(connection)
+    store.close()
+    assert connection.dedicated.is_open
+    assert not connection.is_open
+    may_end.set()
+    renewing.join()
+    assert not connection.dedicated.is_open
+
+
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_session_that_has_lost_its_lock_is_closed_at_the_release(store):
     """Such as by DISCARD ALL: the session holds unknown things, and no later holder may get it."""

@@ -59,14 +59,16 @@ class LockConnection:
         """Whether it may serve another lock after this one; not if its session is about to be ended."""
         self.had_ended = False
         """Whether the server had ended it before the last call of `note_end`."""
+        self._is_over = False
+        """Whether it is closed, or is to be closed by the step that still uses it."""
         self._in_use: dict[str, object] = {}
         """The step that uses the connection. `setdefault` enters and `del` leaves, each in one bytecode. A caller could
         be interrupted right after acquiring a `threading.Lock`, which would then stay locked."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not failed so far, and does not belong to a parent process."""
-        return self.dedicated.is_open
+        """Whether it has not failed or been closed so far, and does not belong to a parent process."""
+        return self.dedicated.is_open and not self._is_over
 
     def is_usable(self) -> bool:
         """Return whether an idle connection is ours and open; the server may have ended its session."""
@@ -85,8 +87,16 @@ class LockConnection:
                 self.had_ended = True
                 raise
 
-    def close(self) -> bool:
-        """Close the connection, unless a step is using it; in a forked child it stays open for the parent."""
+    def close(self) -> None:
+        """Close the connection, now or at the end of the step that uses it, such as a renewal that comes too late.
+
+        In a forked child it stays open for the parent.
+        """
+        self._is_over = True
+        self.close_unused()
+
+    def close_unused(self) -> bool:
+        """Close the connection, unless a step is using it; return whether it is closed."""
         mine = object()
         try:
             if self._in_use.setdefault("by", mine) is not mine:
@@ -116,6 +126,8 @@ class LockConnection:
         finally:
             if "by" in self._in_use and self._in_use["by"] is mine:
                 del self._in_use["by"]
+            if self._is_over:
+                self.close_unused()
 
     async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float) -> T:
         """Execute a step that waits for other holders: a task that is cancelled aborts the connection."""

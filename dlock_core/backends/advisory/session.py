@@ -264,7 +264,7 @@ class SessionBackend:
         """Forget leases that are no longer referenced, and have run out."""
         now = clock()
         for holder, reservation in list(self._reservations.items()):
-            if reservation.until < now and reservation.connection.close():
+            if reservation.until < now and reservation.connection.close_unused():
                 self._reservations.pop(holder, None)
 
 
