@@ -20,6 +20,7 @@ from django_dlock.connections import (
 from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
 from dlock_core.late import runs_async
+from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -73,7 +74,9 @@ def retry_on_conflict(
 
     The function runs again only if everything that the run did is known to be rolled back. A conflict is raised at
     once, with a note, if a part of the run is or may be committed: by a COMMIT whose `on_commit` functions raised the
-    conflict, by one of several databases, by another transaction inside the function, by a write in autocommit mode.
+    conflict, by one of several databases, by another transaction inside the function, by a write in autocommit mode,
+    by DDL on MySQL and MariaDB. What a procedure, or in autocommit mode the function of a SELECT, commits is not
+    detected.
 
     Raises TransactionManagementError if the function swallows an error that has undone its transaction: on PostgreSQL
     any error outside of a savepoint, on MySQL and MariaDB a deadlock, even in a savepoint. The work before the error
@@ -179,17 +182,29 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
         tracker.listen()  # SQLite may commit a part of it
     if open_one is not None and open_one not in attempts[-1].parts:  # then the outer attempts have it, too
         _follow(connection.alias, open_one)
+    text = sql if type(sql) is str else text_of(sql, connection)
+    is_read = surely_reads(text)
+    if open_one is not None and connection.vendor == "mysql":
+        open_one.has_written = open_one.has_written or not is_read
+        if commits_work(text, has_written=open_one.has_written):
+            open_one.note_committed(has_written=True)
+    many, cursor = rest[0], rest[1]["cursor"]
     try:
         answer = execute(sql, params, *rest)
     except BaseException as error:
         if open_one is not None:
             open_one.note_failure(connection, error)
+        if not is_read and remains_after_error(text, error, has_many_parameters=many):
+            _report_write(tracker)
         raise
-    cursor = rest[1]["cursor"]
-    has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts rows only when they are fetched
-    if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql, connection)):
-        report((tracker.current or object(), "writes"), partial(_write, tracker))
+    rows = None if cursor.description else cursor.rowcount  # SQLite counts rows that it returns when they are fetched
+    if not is_read and has_changed(text, rows, has_many_parameters=many):
+        _report_write(tracker)
     return answer
+
+
+def _report_write(tracker: ConnectionTracker) -> None:
+    report((tracker.current or object(), "writes"), partial(_write, tracker))
 
 
 def _write(tracker: ConnectionTracker) -> AttemptedWork:

@@ -83,7 +83,9 @@ class Transaction:
     may_be_undone: bool = True
     """Whether the latest statement can have rolled back work: on SQLite not if the driver had not sent BEGIN."""
     is_partly_committed: bool = False
-    """Whether SQLite has committed work of it, with a statement after which it goes on."""
+    """Whether SQLite or MySQL has committed work of it, with a statement after which it goes on."""
+    has_written: bool = False
+    """Whether a statement may have written on MySQL or MariaDB, as far as an attempt follows it."""
     implicit_commits: ImplicitCommits | None = None
     """What SQLite commits in it without a COMMIT, if it can: without autocommit."""
     comment: str = ""

@@ -27,7 +27,7 @@ from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.begun import begins_by_itself, has_begun, may_write, savepoint_may_begin
 from sqla_dlock.first_statement import FirstStatementHooks
-from sqla_dlock.statement_commits import may_have_changed, reporting
+from sqla_dlock.statement_commits import may_have_changed, may_remain, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,11 +267,13 @@ class ConnectionTracker:
             self._has_written = not surely_reads(str(args[2]))
         try:
             answer = self.sqlalchemy._execute_context(*args, **more)
-        except BaseException:
+        except BaseException as error:
             self.hooks.is_unanswered = True  # no signal handler runs before this: nothing is called
+            if is_commit and not has_begun(self.connection) and may_remain(args, error):
+                self._report_committed()
             raise
         if is_commit:
-            self._note_committed(has_changed=may_have_changed(answer))
+            self._note_committed(has_changed=may_have_changed(args, answer))
         return answer
 
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:

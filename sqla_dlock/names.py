@@ -10,7 +10,6 @@ from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache, partial
 from numbers import Number
-from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import unquote
 from uuid import UUID
@@ -23,6 +22,7 @@ from sqlalchemy.types import NullType
 
 from dlock_core import names
 from dlock_core.errors import NoSuchKey, NotSupported
+from sqla_dlock.fence_columns import FENCE_COLUMNS
 from sqla_dlock.fencing import FencedMixin, class_of
 from sqla_dlock.key_types import KeyColumn, UnknownSpellings, is_decorated
 
@@ -43,10 +43,8 @@ def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if len(parts) != 2:
         return parts
-    if is_mapped(parts[0]) and not issubclass(parts[0], FencedMixin):
-        kind = _kind(parts[0])
-        mapped = class_of(kind.label)
-        return (mapped, *kind.read_key(parts[1:])[0]) if _has_key_of(mapped, parts[0]) else parts
+    if is_mapped(parts[0]):
+        return parts if issubclass(parts[0], FencedMixin) else _with_class_of_table(*parts)
     mapped = class_of(names.label_text(parts[0]))
     if mapped is None:
         return parts
@@ -60,13 +58,30 @@ def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return parts
 
 
-def _has_key_of(fenced: type | None, mapped: type) -> bool:
-    """Return whether a class with a fence has the same columns as its key, and so the same rows, as another class."""
-    if fenced is None:
+def _with_class_of_table(mapped: type, key: Any) -> tuple[Any, ...]:
+    kind = _kind(mapped)
+    fenced = class_of(kind.label)
+    if fenced is None or not _has_rows_of(fenced, mapped):
+        return mapped, key
+    return (fenced, *kind.read_key([key])[0])
+
+
+def _has_rows_of(fenced: type, mapped: type) -> bool:
+    """Return whether one key names a row of a fenced class, and the same row of a class on a table of that name.
+
+    Raise NotSupported if only the database could tell: the other table may be one of another database.
+    """
+    ours: Mapper[Any] = inspect(fenced)
+    others = _row_mapper(inspect(mapped))
+    if [column.name for column in ours.primary_key] != [column.name for column in others.primary_key]:
         return False
-    columns: Sequence[Any] = inspect(fenced).primary_key
-    others: Sequence[Any] = inspect(mapped).primary_key
-    return len(columns) == len(others) and all(map(is_, columns, others))
+    if others.local_table is not ours.local_table and FENCE_COLUMNS[0] not in others.local_table.c:
+        raise NotSupported(
+            f"{mapped.__name__} and {fenced.__name__} have tables of one name, so their locks are the same, but their "
+            f"fences need not be: give {mapped.__name__} the FencedMixin, too, lock {fenced.__name__} instead, or, if "
+            "the tables are in two databases, name the lock by another text"
+        )
+    return True
 
 
 def row_key(mapped: type, key: Any) -> Any:

@@ -80,7 +80,8 @@ def retry_on_conflict(
     The function runs again only if everything that the run did is known to be rolled back. A conflict is raised at
     once, with a note, if work of this session, or of another whose transaction began in the function, is or may be
     committed: also by AUTOCOMMIT, or by DDL on MySQL and MariaDB. Commits of a Connection without a session, the text
-    COMMIT, and what a procedure or a prepared statement commits, are not detected.
+    COMMIT, what a procedure or a prepared statement commits, and what in AUTOCOMMIT a SELECT's function or the trigger
+    of an UPDATE of no rows has written, are not detected.
 
     Raises InvalidRequestError if the function swallows an error that has undone its transaction: on PostgreSQL any
     error outside of a savepoint, on MySQL and MariaDB a deadlock, even in a savepoint. The work before the error would

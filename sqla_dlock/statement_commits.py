@@ -1,7 +1,7 @@
-"""Statements that commit although no COMMIT is sent: each write in AUTOCOMMIT, and DDL on MySQL and MariaDB.
+"""Sends the statements of a Connection, and reports those that commit work although no COMMIT is sent.
 
-An attempt of `retry_on_conflict` that has sent one is not repeated. SQLite is not here: its driver shows whether a
-transaction is open, and `ConnectionTracker` asks it.
+SQLAlchemy passes every statement to `Connection._execute_context(dialect, constructor, statement, parameters, options,
+statement, parameters, ...)`, whose arguments are called `args` here.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.sql.driver_errors import is_refusal
-from dlock_core.sql.statement_kinds import commits_implicitly
+from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
 from sqla_dlock.begun import is_autocommit, may_write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection
 
-__all__ = ["may_have_changed", "reporting"]
+__all__ = ["may_have_changed", "may_remain", "reporting"]
 
 
 def reporting(connection: Connection, note: Callable[[], None]) -> Callable[..., Any] | None:
     """Return what sends the statements of a connection, and calls `note()` for each that may have committed work.
 
-    In doubt a statement counts as one that has. Return None where no statement commits by itself.
+    Return None where no statement commits by itself, and for SQLite, whose driver shows whether a transaction is open:
+    `ConnectionTracker` asks it.
     """
     send = connection._execute_context  # noqa: SLF001 - the events come before the outcome of a statement is known
     if connection.dialect.name == "sqlite":
@@ -32,44 +32,52 @@ def reporting(connection: Connection, note: Callable[[], None]) -> Callable[...,
     if is_autocommit(connection):
         return partial(_send_in_autocommit, send, note)
     if connection.dialect.name in ("mysql", "mariadb"):
-        return _ImplicitCommits(send, note)
+        return _OnMySQL(connection, note).send
     return None
 
 
-def may_have_changed(answer: Any) -> bool:
-    """Return, after a statement that may write, whether it has changed anything, as far as its number of rows tells.
+def may_have_changed(args: Sequence[Any], answer: Any) -> bool:
+    """Return whether a write outside of a transaction, by its arguments and answer, may have changed anything."""
+    rows = None if answer.returns_rows else answer.rowcount
+    return has_changed(str(args[2]), rows, has_many_parameters=_has_many_parameters(args))
 
-    An UPDATE of a version that is not there any more has not. RETURNING does not tell before its rows are fetched.
-    """
-    return bool(answer.returns_rows or answer.rowcount != 0)
+
+def may_remain(args: Sequence[Any], error: BaseException) -> bool:
+    """Return whether a write outside of a transaction may have changed anything although it has raised an error."""
+    return remains_after_error(str(args[2]), error, has_many_parameters=_has_many_parameters(args))
+
+
+def _has_many_parameters(args: Sequence[Any]) -> bool:
+    return len(args) > 6 and len(args[6]) > 1  # the fourth has them too, but not for the driver's own SQL
 
 
 def _send_in_autocommit(send: Callable[..., Any], note: Callable[[], None], *args: Any, **more: Any) -> Any:
-    _, _, statement, parameters, *_ = args
-    if not may_write(str(statement)):
+    if not may_write(str(args[2])):
         return send(*args, **more)
     try:
         answer = send(*args, **more)
     except BaseException as error:
-        if len(parameters or ()) > 1 or not is_refusal(error):
+        if may_remain(args, error):
             note()
         raise
-    if may_have_changed(answer):
+    if may_have_changed(args, answer):
         note()
     return answer
 
 
-class _ImplicitCommits:
+class _OnMySQL:
     """Sends the statements of one transaction on MySQL or MariaDB."""
 
-    def __init__(self, send: Callable[..., Any], note: Callable[[], None]) -> None:
-        self._send, self._note = send, note
+    def __init__(self, connection: Connection, note: Callable[[], None]) -> None:
+        self._connection, self._note = connection, note
+        self._send = connection._execute_context  # noqa: SLF001 - see `reporting`
         self._has_written = False
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        """Send a statement; if it commits, what was written before is committed even if it fails."""
+    def send(self, *args: Any, **more: Any) -> Any:
+        if is_autocommit(self._connection):  # set by hand, in the transaction
+            return _send_in_autocommit(self._send, self._note, *args, **more)
         sql = str(args[2])
         self._has_written = self._has_written or may_write(sql)
-        if self._has_written and commits_implicitly(sql):
+        if commits_work(sql, has_written=self._has_written):
             self._note()
         return self._send(*args, **more)

@@ -6,12 +6,12 @@ import inspect
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, OperationalError, connections, models, transaction
+from django.db import DatabaseError, IntegrityError, OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError, atomic, set_autocommit, set_rollback
 from django.http import HttpRequest, HttpResponse
 from django.test import Client, RequestFactory, TestCase, override_settings
@@ -368,6 +368,125 @@ def test_conflict_after_work_that_was_committed_on_another_database_is_raised_at
         pay()
     assert caught.value.__notes__ == ["not tried again: work on 'other' is committed"]
     assert count(other) == 1
+
+
+PAY = "INSERT INTO testapp_counter (name, value) VALUES ('log', 0)"
+REDIRECTED = {
+    "postgresql": (
+        [
+            "CREATE TABLE redirected (id int)",
+            f"CREATE FUNCTION redirect() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {PAY}; RETURN NULL; END $$",
+            "CREATE TRIGGER redirects BEFORE INSERT ON redirected FOR EACH ROW EXECUTE FUNCTION redirect()",
+        ],
+        ["DROP TABLE redirected", "DROP FUNCTION redirect"],
+    ),
+    "sqlite": (
+        [
+            "CREATE VIEW redirected AS SELECT 1 AS id",
+            f"CREATE TRIGGER redirects INSTEAD OF INSERT ON redirected BEGIN {PAY}; END",
+        ],
+        ["DROP VIEW redirected"],
+    ),
+}
+
+
+@pytest.fixture
+def redirected(database) -> Iterator[None]:
+    """Create the table `redirected`, whose trigger writes to another table instead."""
+    create, drop = REDIRECTED[connections[database].vendor]
+    for statement in create:
+        rows(connections[database], statement)
+    yield
+    for statement in drop:
+        rows(connections[database], statement)
+
+
+@pytest.mark.parametrize(
+    ("database", "statement"),
+    [
+        ("postgresql", f"WITH a AS ({PAY}) DELETE FROM testapp_counter WHERE id = -1"),
+        ("postgresql", "INSERT INTO redirected VALUES (1)"),
+        ("default", "INSERT INTO redirected VALUES (1)"),
+    ],
+    indirect=["database"],
+)
+def test_statement_in_autocommit_that_counts_no_row_but_has_written_is_not_done_again(
+    database, use_database, redirected, statement
+):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(using=use_database("other"))
+    def pay() -> None:
+        rows(connections[database], statement)
+        attempts.make()
+
+    with pytest.raises(StaleObject):
+        pay()
+    assert (attempts.made, count(database)) == (1, 1)
+
+
+@pytest.mark.parametrize("database", ["default", "mariadb"], indirect=True)
+def test_rows_before_one_that_fails_in_autocommit_are_not_written_again(database, use_database):
+    """psycopg sends many rows in one transaction."""
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(using=use_database("other"))
+    def pay() -> None:
+        with contextlib.suppress(IntegrityError), connections[database].cursor() as cursor:
+            cursor.executemany("INSERT INTO testapp_counter (id, name, value) VALUES (%s, 'log', 0)", [[1], [1]])
+        attempts.make()
+
+    with pytest.raises(StaleObject):
+        pay()
+    assert (attempts.made, count(database)) == (1, 1)
+
+
+@pytest.mark.parametrize("database", ["default", "postgresql", "mariadb"], indirect=True)
+def test_statement_that_was_refused_or_has_found_no_row_is_no_obstacle(database, use_database):
+    add(database, "log")
+    (taken,) = Counter.objects.using(database).values_list("id", flat=True)
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(using=use_database("other"))
+    def pay() -> int:
+        with contextlib.suppress(IntegrityError):
+            Counter.objects.using(database).create(id=taken)
+        assert Counter.objects.using(database).filter(id=taken + 1).update(name="paid") == 0
+        return attempts.make()
+
+    assert pay() == 2
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize(
+    "statement", ["ANALYZE TABLE testapp_counter", "SET autocommit = 1", "ALTER TABLE testapp_counter COMMENT = ''"]
+)
+def test_what_mariadb_commits_inside_a_transaction_is_not_done_again(database, statement):
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        add(database, "log")
+        rows(connections[database], statement)
+        raise stale()
+
+    with pytest.raises(StaleObject) as caught:
+        pay()
+    assert caught.value.__notes__ == ["not tried again: work on 'mariadb' is committed"]
+    assert count(database) == 1
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_transaction_that_is_begun_by_hand_on_mariadb_is_done_again(database):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        rows(connections[database], "START TRANSACTION WITH CONSISTENT SNAPSHOT")
+        add(database, "log")
+        attempts.make()
+
+    pay()
+    assert attempts.made == 2
+    assert count(database) == 1
 
 
 def test_conflict_after_a_write_in_a_transaction_that_goes_on_is_raised_at_once(database, use_database):

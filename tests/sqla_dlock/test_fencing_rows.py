@@ -12,7 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_d
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
 from dlock_core.transactions.retry import DatabaseFailure, classify
 from sqla_dlock import FencedMixin, fencing, lock
-from sqla_dlock.fencing import TableFence
+from sqla_dlock.fencing import RowFence, TableFence
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
 from tests.outcomes import give_up_waiting, outcome
@@ -415,25 +415,61 @@ def test_class_on_the_table_of_a_fenced_one_has_its_fence():
         assert (named.fence.table, named.fence.key) == (Sheet.__table__, 7)
 
 
-def test_class_has_no_fence_of_another_table_or_of_another_key():
+def test_class_that_replaces_the_columns_of_a_fenced_table_or_reflects_it_has_its_fence():
     base, elsewhere = registry().generate_base(), registry().generate_base()
 
-    class Folder(FencedMixin, base):
+    class Leaf(FencedMixin, base):
+        __tablename__ = "leaf"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Again(base):
+        __tablename__ = "leaf"
+        __table_args__: ClassVar[Any] = {"extend_existing": True}
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Reflected(elsewhere):
+        __table__ = Leaf.__table__.to_metadata(elsewhere.metadata)
+
+    for cls in (Again, Reflected):
+        named = lock(Session(), cls, "07")
+        assert named.name == "leaf:7"
+        assert type(named.fence) is RowFence
+        assert (named.fence.table, named.fence.key) == (Leaf.__table__, 7)
+
+
+def test_class_with_another_key_of_a_fenced_table_has_not_its_fence():
+    class Folder(FencedMixin, registry().generate_base()):
         __tablename__ = "folder"
         id: Mapped[int] = mapped_column(primary_key=True)
         mail: Mapped[str] = mapped_column(String(20), unique=True)
 
-    class ByMail(base):
+    class ByMail(registry().generate_base()):
         __table__ = Folder.__table__
         __mapper_args__: ClassVar[Any] = {"primary_key": [Folder.__table__.c.mail]}
 
-    class FolderElsewhere(elsewhere):
-        __tablename__ = "folder"
-        id: Mapped[str] = mapped_column(String(20), primary_key=True)
+    found = lock(Session(), ByMail, "a@x", shared=True)
+    assert (found.name, type(found.fence)) == ("folder:a%40x", TableFence)
 
-    for parts, name in [((ByMail, "a@x"), "folder:a%40x"), ((FolderElsewhere, "a"), "folder:a")]:
-        found = lock(Session(), *parts, shared=True)
-        assert (found.name, type(found.fence)) == (name, TableFence)
+
+def test_class_that_may_be_of_the_same_table_as_a_fenced_one_is_refused():
+    """Their locks have one name. Which database is meant, and so which fence, neither class tells."""
+
+    class Folder(FencedMixin, registry().generate_base()):
+        __tablename__ = "folder"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class OtherFolder(registry().generate_base()):
+        __tablename__ = "folder"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class FencedFolder(FencedMixin, registry().generate_base()):
+        __tablename__ = "folder"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with pytest.raises(NotSupported, match="give OtherFolder the FencedMixin, too"):
+        lock(Session(), OtherFolder, 1)
+    for cls in (Folder, FencedFolder):
+        assert lock(Session(), cls, 1).fence.table is cls.__table__
 
 
 @levels([("sqlite", "IMMEDIATE")])

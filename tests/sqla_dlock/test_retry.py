@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -629,6 +629,131 @@ def test_conflict_of_versions_in_autocommit_is_cured_by_reading_again(engine):
 
     work()
     assert attempts.made == 2
+    plain.dispose()
+
+
+def has_paid_once(engine: Engine, engine_of_work: Engine, pay: Callable[[Session], Any]) -> bool:
+    """Return whether work that pays, and then meets a conflict, has paid and is not done again."""
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(engine_of_work))
+    def work(session: Session) -> None:
+        pay(session)
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+    return names(engine).count("paid") == attempts.made == 1
+
+
+PAY = "INSERT INTO counter (name, value) VALUES ('paid', 0)"
+
+
+@pytest.mark.parametrize(
+    ("engine", "statement"),
+    [
+        ("postgresql", f"WITH a AS ({PAY}) DELETE FROM counter WHERE id = -1"),
+        ("psycopg2", f"WITH a AS ({PAY}) DELETE FROM counter WHERE id = -1"),
+        ("psycopg2", f"{PAY}; DELETE FROM counter WHERE id = -1"),
+        ("postgresql", "INSERT INTO redirected VALUES (1)"),
+        ("psycopg2", "INSERT INTO redirected VALUES (1)"),
+        ("sqlite", "INSERT INTO redirected VALUES (1)"),
+        ("mariadb", "DO pay()"),
+        ("pymysql", "DO pay()"),
+    ],
+    indirect=["engine"],
+)
+def test_statement_in_autocommit_that_counts_no_row_but_has_written_is_not_done_again(engine, statement, redirected):
+    with_autocommit = create_engine(engine.url, **AUTOCOMMIT)
+    assert has_paid_once(engine, with_autocommit, lambda session: session.execute(text(statement)))
+    with_autocommit.dispose()
+
+
+@pytest.fixture
+def redirected(engine: Engine) -> Iterator[None]:
+    """Create the table `redirected` and the function `pay`, which both write to another table."""
+    create, drop = {
+        "postgresql": (
+            [
+                "CREATE TABLE redirected (id int)",
+                f"CREATE FUNCTION pay() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {PAY}; RETURN NULL; END $$",
+                "CREATE TRIGGER redirects BEFORE INSERT ON redirected FOR EACH ROW EXECUTE FUNCTION pay()",
+            ],
+            ["DROP TABLE redirected", "DROP FUNCTION pay"],
+        ),
+        "sqlite": (
+            [
+                "CREATE VIEW redirected AS SELECT 1 AS id",
+                f"CREATE TRIGGER redirects INSTEAD OF INSERT ON redirected BEGIN {PAY}; END",
+            ],
+            ["DROP VIEW redirected"],
+        ),
+        "mariadb": (
+            [f"CREATE FUNCTION pay() RETURNS int MODIFIES SQL DATA BEGIN {PAY}; RETURN 1; END"],
+            ["DROP FUNCTION pay"],
+        ),
+    }[engine.dialect.name]
+    with engine.begin() as connection:
+        for statement in create:
+            connection.exec_driver_sql(statement)
+    yield
+    with engine.begin() as connection:
+        for statement in drop:
+            connection.exec_driver_sql(statement)
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "psycopg2", "mariadb", "pymysql"], indirect=True)
+@pytest.mark.parametrize("is_raw", [True, False], ids=["driver's SQL", "text"])
+def test_rows_before_one_that_fails_in_autocommit_are_not_written_again(engine, is_raw):
+    with_autocommit = create_engine(engine.url, **AUTOCOMMIT)
+    keys = [{"id": 1}, {"id": 1}]
+
+    def pay(session: Session) -> None:
+        with suppress(IntegrityError):
+            if is_raw:
+                mark = "?" if engine.dialect.name == "sqlite" else "%s"
+                statement = f"INSERT INTO counter (id, name, value) VALUES ({mark}, 'paid', 0)"
+                session.connection().exec_driver_sql(statement, [tuple(key.values()) for key in keys])
+            else:
+                session.execute(text("INSERT INTO counter (id, name, value) VALUES (:id, 'paid', 0)"), keys)
+
+    assert has_paid_once(engine, with_autocommit, pay)
+    with_autocommit.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_rows_that_sqlite_has_written_before_an_update_fails_are_not_written_again(engine):
+    never = create_engine(engine.url, connect_args={"isolation_level": None})
+    with Session(never) as session, session.begin():
+        session.add_all([Counter(id=1, name="a"), Counter(id=2, name="b")])
+
+    def pay(session: Session) -> None:
+        with suppress(IntegrityError):
+            session.execute(text("UPDATE OR FAIL counter SET name = 'paid', id = CASE id WHEN 1 THEN 3 ELSE 3 END"))
+
+    assert has_paid_once(engine, never, pay)
+    never.dispose()
+
+
+@pytest.mark.parametrize("engine", ["mariadb", "pymysql"], indirect=True)
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda session: session.execute(text("SET autocommit = 1")),
+        lambda session: session.execute(text("SET @@session.autocommit = ON")),
+        lambda session: session.connection().connection.driver_connection.autocommit(True),
+    ],
+    ids=["SET", "SET @@", "driver"],
+)
+def test_what_is_written_after_autocommit_is_set_by_hand_is_not_done_again(engine, begin):
+    plain = create_engine(engine.url)
+
+    def pay(session: Session) -> None:
+        begin(session)
+        session.execute(text(PAY))
+
+    assert has_paid_once(engine, plain, pay)
     plain.dispose()
 
 
