@@ -1,6 +1,7 @@
 """Session locks whose holder dies, stops or loses its connection, or whose session the server ends."""
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -248,6 +249,28 @@ def test_release_over_a_half_open_connection_frees_the_lock_and_says_so(store, b
     assert lease.release() is Released.RELEASED
     with Lock(store, NAME, wait=0):
         pass
+
+
+def given_up(step: Callable[[], object]) -> None:
+    with pytest.raises(LeaseLost):
+        step()
+
+
+@pytest.mark.parametrize("store", [driver for driver in URLS if "sqlite" not in driver], indirect=True)
+def test_release_that_waits_for_a_renewal_in_vain_does_not_claim_the_lock_of_another(store, behind):
+    """Its statement is never sent, because the renewal has closed the connection; the operator has ended the session."""
+    through, proxy = behind
+    lease = Lock(through, NAME, ttl=60, renew=False).acquire()
+    connection = through._reservations[lease.holder].connection
+    proxy.strand()
+    renewing = threading.Thread(target=lambda: given_up(lease.renew))
+    renewing.start()
+    until(lambda: bool(connection._in_use))
+    assert run(store._server.end(BLOCKING, NAME, connection.session))
+    with Lock(store, NAME, wait=WITHIN) as other:
+        assert lease.release() is not Released.RELEASED
+        assert other.remaining() > 0
+    renewing.join()
 
 
 @pytest.mark.parametrize("store", ["psycopg", "mysqldb"], indirect=True)
@@ -652,6 +675,25 @@ async def test_cancelled_renewal_leaves_the_lock(store):
     assert await lease.release() is Released.RELEASED
 
 
+@pytest.mark.parametrize("store", ["asyncpg", "aiomysql", "asyncmy"], indirect=True)
+async def test_waiter_that_is_cancelled_twice_leaves_no_error_behind(store):
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    async with AsyncLock(store, NAME):
+        waiting = asyncio.create_task(AsyncLock(store, NAME, wait=None).acquire())
+        state = lambda: run(store.inspect(BLOCKING, NAME))[0]  # noqa: E731
+        await auntil(lambda: len(state().waiters) == 1)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await auntil(lambda: not state().waiters)
+    await auntil(lambda: len(asyncio.all_tasks()) == 1)
+    gc.collect()
+    assert told == []
+
+
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 async def test_tasks_that_wait_leave_room_for_the_release(store):
     async def pass_on() -> Released:
@@ -793,6 +835,26 @@ def test_session_that_is_closed_during_a_step_is_closed_at_its_end(store):
     may_end.set()
     renewing.join()
     assert not connection.dedicated.is_open
+
+
+@both
+def test_session_whose_answer_two_interrupts_leave_unread_serves_no_other_lock(store, monkeypatch):
+    """The next lock would read the answer to the statement before."""
+    connection = run(store._connections.take(BLOCKING, NAME))
+    unread = connection.dedicated.connection
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt_twice(_: object) -> None:
+        monkeypatch.setattr(os, "getpid", interrupt)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(connection.step(BLOCKING, NAME, interrupt_twice))
+    monkeypatch.undo()
+    assert not connection.is_open
+    unread.close()
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)

@@ -140,10 +140,15 @@ class LockConnection:
         except asyncio.CancelledError:
             if connection is not None:
                 connection.abort()
+            task.add_done_callback(_note_error)
             await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # Otherwise asyncio would log that it was never retrieved.
             raise
+
+
+def _note_error(task: asyncio.Future[Any]) -> None:
+    """Retrieve the error of an aborted step: asyncio would log that nobody has."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Reservation:

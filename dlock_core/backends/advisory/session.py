@@ -214,6 +214,9 @@ class SessionBackend:
         try:
             return not reservation.token or await self._unlock(runtime, reservation)
         except BackendUnavailable as error:
+            # A renewal that came first has closed the connection, so nothing was sent.
+            if error.__cause__ is None and not reservation.connection.is_open:
+                return await self._end_session(runtime, name, connection.session)
             if is_unsent(error.__cause__):  # The server itself has said that it ended the session.
                 return False
             if not connection.had_ended or isinstance(error.__cause__, TimeoutError):  # It may have been unlocked.

@@ -198,9 +198,9 @@ class DedicatedConnection:
         try:
             return self._pool.run(connection, function, limit)
         except BaseException as error:
+            self.connection = None  # first: a second interrupt would leave it open, with an answer that was not read
             if self._pid != os.getpid():  # A signal handler has forked this process, and has raised in the child.
-                self.forget()
+                inherited.append(connection)
                 raise
-            self.connection = None
             connection.close()
             self._pool.fail(name, error)
