@@ -20,7 +20,7 @@ from django_dlock.connections import (
 from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
 from dlock_core.late import runs_async
-from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
+from dlock_core.sql.committed_statements import commits_itself, commits_work, has_changed, remains_after_error
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -183,23 +183,37 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
     if open_one is not None and open_one not in attempts[-1].parts:  # then the outer attempts have it, too
         _follow(connection.alias, open_one)
     text = sql if type(sql) is str else text_of(sql, connection)
-    is_read = surely_reads(text)
     if open_one is not None and connection.vendor == "mysql":
-        open_one.has_written = open_one.has_written or not is_read
-        if commits_work(text, has_written=open_one.has_written):
-            open_one.note_committed(has_written=True)
+        execute = partial(_send_on_mysql, execute, open_one)
     many, cursor = rest[0], rest[1]["cursor"]
     try:
         answer = execute(sql, params, *rest)
     except BaseException as error:
         if open_one is not None:
             open_one.note_failure(connection, error)
-        if not is_read and remains_after_error(text, error, has_many_parameters=many):
+        if not surely_reads(text) and remains_after_error(text, error, has_many_parameters=many):
             _report_write(tracker)
         raise
     rows = None if cursor.description else cursor.rowcount  # SQLite counts rows that it returns when they are fetched
-    if not is_read and has_changed(text, rows, has_many_parameters=many):
+    if not surely_reads(text) and has_changed(text, rows, has_many_parameters=many):
         _report_write(tracker)
+    return answer
+
+
+def _send_on_mysql(execute: Callable[..., Any], transaction: Transaction, sql: Any, params: Any, *rest: Any) -> Any:
+    """Send a statement in a transaction of MySQL or MariaDB, and record what that commits although it goes on."""
+    text = sql if type(sql) is str else text_of(sql, rest[1]["connection"])
+    if commits_work(text, has_written=transaction.has_written):
+        transaction.note_committed(has_written=True)
+    transaction.has_written = transaction.has_written or not surely_reads(text)
+    try:
+        answer = execute(sql, params, *rest)
+    except BaseException as error:
+        if commits_itself(text) and remains_after_error(text, error, has_many_parameters=rest[0]):
+            transaction.note_committed(has_written=True)
+        raise
+    if commits_itself(text):
+        transaction.note_committed(has_written=True)
     return answer
 
 

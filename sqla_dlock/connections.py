@@ -269,7 +269,7 @@ class ConnectionTracker:
             answer = self.sqlalchemy._execute_context(*args, **more)
         except BaseException as error:
             self.hooks.is_unanswered = True  # no signal handler runs before this: nothing is called
-            if is_commit and not has_begun(self.connection) and may_remain(args, error):
+            if is_commit and may_remain(args, error) and not _is_in_transaction(self.connection):
                 self._report_committed()
             raise
         if is_commit:
@@ -355,6 +355,10 @@ def _may_have_begun(connection: Connection) -> str | None:
 def _is_alive(connection: Connection) -> bool:
     """Return whether the connection is usable, as far as SQLAlchemy knows."""
     return connection._dbapi_connection is not None  # without one it is closed or invalidated
+
+
+def _is_in_transaction(connection: Connection) -> bool:
+    return _is_alive(connection) and has_begun(connection)
 
 
 def is_undone(connection: Connection) -> bool:

@@ -189,12 +189,12 @@ TABLE_FENCE: Final = TableFence()
 
 
 class RowFence(TableFence):
-    """The fence columns of one row of a `FencedMixin` class."""
+    """The fence columns of one row of a `FencedMixin` class, or of another class on a table that has them."""
 
     supports_shared = False
 
     def __init__(self, mapper: Mapper[Any], key: Any) -> None:
-        self.table = mapper.class_.dlock_token.property.columns[0].table
+        self.table: Any = next(table for table in mapper.tables if FENCE_COLUMNS[0] in table.c)
         if len(mapper.primary_key) != 1:
             raise NotSupported(
                 f"{mapper.class_.__name__} has a composite key: name its lock by a text instead of its class"

@@ -26,7 +26,7 @@ from dlock_core.transactions.tied_lease import TiedLease, TiedLeases
 from dlock_core.transactions.transaction_lock import Options, TiedLock
 from sqla_dlock.fencing import TABLE_FENCE, FencedMixin, RowFence
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
-from sqla_dlock.names import is_mapped, plain, row_key, with_class
+from sqla_dlock.names import has_row_fence, is_mapped, plain, row_key, with_class
 from sqla_dlock.stores import plain_async_session, plain_session, store_of
 from sqla_dlock.tie import InsideAcquire, SessionAcquire
 
@@ -123,7 +123,7 @@ class SessionLock(TiedLock):
         """`bind`: the caller's `bind`; without it the mapped classes in the lock's name say what is protected."""
         self.fence, self._classes = TABLE_FENCE, ()
         if values is not parts:  # a mapped class is among them
-            if len(parts) == len(values) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
+            if len(parts) == len(values) == 2 and is_mapped(parts[0]) and self._is_fenced_by_row(parts[0]):
                 self.fence = RowFence(inspect(parts[0]), row_key(*parts))
             self._classes = tuple(filter(is_mapped, parts))
         if self.shared and self._form and not self.fence.supports_shared:
@@ -131,6 +131,9 @@ class SessionLock(TiedLock):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
+
+    def _is_fenced_by_row(self, mapped: type) -> bool:
+        return issubclass(mapped, FencedMixin) or (bool(self._form) and has_row_fence(mapped))
 
     def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> SessionAcquire:
         store = store_of(self.store)

@@ -29,23 +29,18 @@ from sqla_dlock.key_types import KeyColumn, UnknownSpellings, is_decorated
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["is_mapped", "kind_of", "plain", "row_key", "with_class"]
+__all__ = ["has_row_fence", "is_mapped", "kind_of", "plain", "row_key", "with_class"]
 
 _PLAIN_TYPES: Final = frozenset({str, int, UUID})
 """Types of parts that are never a class, instance or expression: a name of only these needs no conversion."""
 
 
 def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts with a `FencedMixin` class in place of a text, or of another class, that names the same locks.
+    """Return the parts with a `FencedMixin` class in place of a text that names the same locks.
 
-    One lock must have one fence, whether it is named by the class, by the name of its table, or by a class on that
-    table that has no fence.
+    One lock must have one fence, whether it is named by the class or by the name of its table.
     """
-    if len(parts) != 2:
-        return parts
-    if is_mapped(parts[0]):
-        return parts if issubclass(parts[0], FencedMixin) else _with_class_of_table(*parts)
-    mapped = class_of(names.label_text(parts[0]))
+    mapped = None if len(parts) != 2 or isinstance(parts[0], type) else class_of(names.label_text(parts[0]))
     if mapped is None:
         return parts
     with suppress(NoSuchKey, TypeError, UnknownSpellings):
@@ -58,28 +53,24 @@ def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return parts
 
 
-def _with_class_of_table(mapped: type, key: Any) -> tuple[Any, ...]:
-    kind = _kind(mapped)
-    fenced = class_of(kind.label)
-    if fenced is None or not _has_rows_of(fenced, mapped):
-        return mapped, key
-    return (fenced, *kind.read_key([key])[0])
+def has_row_fence(mapped: type) -> bool:
+    """Return whether the fence of a class's locks is in its rows, if it is no `FencedMixin` class itself.
 
-
-def _has_rows_of(fenced: type, mapped: type) -> bool:
-    """Return whether one key names a row of a fenced class, and the same row of a class on a table of that name.
-
-    Raise NotSupported if only the database could tell: the other table may be one of another database.
+    So it is if its table has the name of the table of such a class, and its locks therefore have the same names. Raises
+    NotSupported if the table has not the two columns, as far as the class knows: only the database could tell.
     """
-    ours: Mapper[Any] = inspect(fenced)
-    others = _row_mapper(inspect(mapped))
+    fenced = class_of(_kind(mapped).label)
+    if fenced is None:
+        return False
+    ours: Mapper[Any] = _row_mapper(inspect(mapped))
+    others: Mapper[Any] = inspect(fenced)
     if [column.name for column in ours.primary_key] != [column.name for column in others.primary_key]:
         return False
-    if others.local_table is not ours.local_table and FENCE_COLUMNS[0] not in others.local_table.c:
+    if FENCE_COLUMNS[0] not in ours.local_table.c:
         raise NotSupported(
             f"{mapped.__name__} and {fenced.__name__} have tables of one name, so their locks are the same, but their "
             f"fences need not be: give {mapped.__name__} the FencedMixin, too, lock {fenced.__name__} instead, or, if "
-            "the tables are in two databases, name the lock by another text"
+            "the tables are in two databases, name the lock by another text; or pass fence=False"
         )
     return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
+from dlock_core.sql.committed_statements import commits_itself, commits_work, has_changed, remains_after_error
 from sqla_dlock.begun import is_autocommit, may_write
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def reporting(connection: Connection, note: Callable[[], None]) -> Callable[...,
     if is_autocommit(connection):
         return partial(_send_in_autocommit, send, note)
     if connection.dialect.name in ("mysql", "mariadb"):
-        return _OnMySQL(connection, note).send
+        return _OnMySQL(send, note).send
     return None
 
 
@@ -68,16 +68,15 @@ def _send_in_autocommit(send: Callable[..., Any], note: Callable[[], None], *arg
 class _OnMySQL:
     """Sends the statements of one transaction on MySQL or MariaDB."""
 
-    def __init__(self, connection: Connection, note: Callable[[], None]) -> None:
-        self._connection, self._note = connection, note
-        self._send = connection._execute_context  # noqa: SLF001 - see `reporting`
+    def __init__(self, send: Callable[..., Any], note: Callable[[], None]) -> None:
+        self._send, self._note = send, note
         self._has_written = False
 
     def send(self, *args: Any, **more: Any) -> Any:
-        if is_autocommit(self._connection):  # set by hand, in the transaction
-            return _send_in_autocommit(self._send, self._note, *args, **more)
         sql = str(args[2])
-        self._has_written = self._has_written or may_write(sql)
         if commits_work(sql, has_written=self._has_written):
             self._note()
+        self._has_written = self._has_written or may_write(sql)
+        if commits_itself(sql):
+            return _send_in_autocommit(self._send, self._note, *args, **more)
         return self._send(*args, **more)

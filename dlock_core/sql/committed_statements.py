@@ -10,16 +10,17 @@ import re
 from typing import Final
 
 from dlock_core.sql.driver_errors import is_refusal
-from dlock_core.sql.statement_kinds import commits_implicitly, ends_transaction
+from dlock_core.sql.statement_kinds import commits_implicitly, ends_transaction, is_single, surely_reads
 
-__all__ = ["commits_work", "has_changed", "remains_after_error"]
+__all__ = ["commits_itself", "commits_work", "has_changed", "remains_after_error"]
 
-_ONE_WRITE: Final = re.compile(
-    r"\s*(?:(?:INSERT|UPDATE)\b(?!\s+OR\s+FAIL\b)|DELETE\b|WITH\b|MERGE\b|REPLACE\b)[^;]*", re.IGNORECASE
+_UNDONE_AS_A_WHOLE: Final = re.compile(
+    r"\W*(?:INSERT|UPDATE|DELETE|WITH|MERGE|REPLACE|ALTER|CREATE|TRUNCATE)\b(?!.*\b(?:OR\s+FAIL|CONCURRENTLY)\b)",
+    re.IGNORECASE,
 )
-"""One statement, which the database undoes as a whole if it fails; CALL and DO may have committed before."""
-_ONE_CHANGE_OF_ROWS: Final = re.compile(r"\s*(?:UPDATE|DELETE)\b[^;]*", re.IGNORECASE)
-"""One statement that has changed nothing if it counts no rows; an INSERT may have a trigger that writes elsewhere."""
+"""What leaves nothing if it fails. CALL and DO may have committed before, and DROP may have dropped another table."""
+_CHANGES_ROWS: Final = re.compile(r"\W*(?:UPDATE|DELETE)\b", re.IGNORECASE)
+"""What has changed nothing if it counts no rows. An INSERT may have a trigger that writes elsewhere."""
 
 
 def has_changed(sql: str, rows: int | None, *, has_many_parameters: bool) -> bool:
@@ -30,17 +31,22 @@ def has_changed(sql: str, rows: int | None, *, has_many_parameters: bool) -> boo
         rows: How many rows it has counted; None if it returns rows, and counts them when they are fetched.
         has_many_parameters: Whether it was executed several times, of which a driver may report the last.
     """
-    return rows != 0 or has_many_parameters or _ONE_CHANGE_OF_ROWS.fullmatch(sql) is None
+    return rows != 0 or has_many_parameters or not is_single(sql, _CHANGES_ROWS)
 
 
 def remains_after_error(sql: str, error: BaseException, *, has_many_parameters: bool) -> bool:
     """Return whether a write in autocommit mode may have changed anything although it has raised an error."""
-    return has_many_parameters or _ONE_WRITE.fullmatch(sql) is None or not is_refusal(error)
+    return has_many_parameters or not is_refusal(error) or not is_single(sql, _UNDONE_AS_A_WHOLE)
 
 
 def commits_work(sql: str, *, has_written: bool) -> bool:
-    """Return whether MySQL and MariaDB commit work of the open transaction with a statement, even if that fails.
+    """Return whether MySQL and MariaDB commit, with a statement, what was written before, even if it fails.
 
-    After SET autocommit = 1, each statement that follows is committed.
+    After SET autocommit = 1, it is what follows that is committed.
     """
-    return commits_implicitly(sql) and (has_written or not ends_transaction(sql))
+    return commits_implicitly(sql) and (has_written or (surely_reads(sql) and not ends_transaction(sql)))
+
+
+def commits_itself(sql: str) -> bool:
+    """Return whether MySQL and MariaDB commit what a statement changes in a transaction, as they do with DDL."""
+    return commits_implicitly(sql) and not surely_reads(sql)

@@ -19,6 +19,7 @@ __all__ = [
     "commits_implicitly",
     "ends_transaction",
     "is_data_statement",
+    "is_single",
     "may_run_another",
     "savepoint_changes",
     "surely_reads",
@@ -125,6 +126,13 @@ def is_data_statement(sql: str) -> bool:
     Such a statement ends no transaction, and creates or ends no savepoint.
     """
     return sql.startswith(_DATA_STATEMENTS) and ";" not in sql
+
+
+def is_single(sql: str, kind: re.Pattern[str]) -> bool:
+    """Return whether a text is certainly one statement, which begins as a pattern says; its literals are left out."""
+    if _EXECUTED.search(sql):
+        return False
+    return all(len(parts) == 1 and kind.match(parts[0]) is not None for parts in _readings(sql))
 
 
 def ends_transaction(sql: str) -> bool:

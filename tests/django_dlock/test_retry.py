@@ -475,6 +475,24 @@ def test_what_mariadb_commits_inside_a_transaction_is_not_done_again(database, s
 
 
 @pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_ddl_that_mariadb_refuses_is_no_obstacle_unless_something_was_written_before(database):
+    for writes_before in (False, True):
+        attempts = Attempts(stale())
+
+        @retry_on_conflict(using=database)
+        def change(attempts: Attempts, *, writes_before: bool) -> None:
+            if writes_before:
+                add(database, "log")
+            with contextlib.suppress(OperationalError):
+                rows(connections[database], "ALTER TABLE testapp_counter ADD COLUMN name varchar(80);")
+            attempts.make()
+
+        with pytest.raises(StaleObject) if writes_before else contextlib.nullcontext():
+            change(attempts, writes_before=writes_before)
+        assert attempts.made == (1 if writes_before else 2)
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 def test_transaction_that_is_begun_by_hand_on_mariadb_is_done_again(database):
     attempts = Attempts(stale())
 

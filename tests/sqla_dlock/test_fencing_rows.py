@@ -434,7 +434,7 @@ def test_class_that_replaces_the_columns_of_a_fenced_table_or_reflects_it_has_it
         named = lock(Session(), cls, "07")
         assert named.name == "leaf:7"
         assert type(named.fence) is RowFence
-        assert (named.fence.table, named.fence.key) == (Leaf.__table__, 7)
+        assert (named.fence.table, named.fence.key) == (cls.__table__, 7)
 
 
 def test_class_with_another_key_of_a_fenced_table_has_not_its_fence():
@@ -468,8 +468,32 @@ def test_class_that_may_be_of_the_same_table_as_a_fenced_one_is_refused():
 
     with pytest.raises(NotSupported, match="give OtherFolder the FencedMixin, too"):
         lock(Session(), OtherFolder, 1)
+    assert lock(Session(), OtherFolder, 1, fence=False).name == "folder:1"
     for cls in (Folder, FencedFolder):
         assert lock(Session(), cls, 1).fence.table is cls.__table__
+
+
+@levels([("sqlite", "IMMEDIATE")])
+def test_class_that_reflects_a_fenced_table_of_another_database_is_fenced_in_its_own(engine, store, make_engine):
+    base, elsewhere = registry().generate_base(), registry().generate_base()
+
+    class Note(FencedMixin, base):
+        __tablename__ = "note"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Reflected(elsewhere):
+        __table__ = Note.__table__.to_metadata(elsewhere.metadata)
+
+    elsewhere.metadata.create_all(engine)
+    with Session(binds={elsewhere: engine}) as session:
+        session.add(Reflected(id=1))
+        session.commit()
+        for _ in range(2):
+            with lock(session, Reflected, 1) as held:
+                session.get_one(Reflected, 1)
+                session.commit()
+        assert session.get_one(Reflected, 1).dlock_token == held.token
+    elsewhere.metadata.drop_all(engine)
 
 
 @levels([("sqlite", "IMMEDIATE")])

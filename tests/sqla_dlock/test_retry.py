@@ -693,7 +693,7 @@ def redirected(engine: Engine) -> Iterator[None]:
             [f"CREATE FUNCTION pay() RETURNS int MODIFIES SQL DATA BEGIN {PAY}; RETURN 1; END"],
             ["DROP FUNCTION pay"],
         ),
-    }[engine.dialect.name]
+    }["mariadb" if engine.dialect.name == "mysql" else engine.dialect.name]
     with engine.begin() as connection:
         for statement in create:
             connection.exec_driver_sql(statement)
@@ -742,9 +742,8 @@ def test_rows_that_sqlite_has_written_before_an_update_fails_are_not_written_aga
     [
         lambda session: session.execute(text("SET autocommit = 1")),
         lambda session: session.execute(text("SET @@session.autocommit = ON")),
-        lambda session: session.connection().connection.driver_connection.autocommit(True),
     ],
-    ids=["SET", "SET @@", "driver"],
+    ids=["SET", "SET @@"],
 )
 def test_what_is_written_after_autocommit_is_set_by_hand_is_not_done_again(engine, begin):
     plain = create_engine(engine.url)
@@ -755,6 +754,53 @@ def test_what_is_written_after_autocommit_is_set_by_hand_is_not_done_again(engin
 
     assert has_paid_once(engine, plain, pay)
     plain.dispose()
+
+
+REFUSED_OR_VOID = [
+    "/* tag */ INSERT INTO counter (id, name, value) VALUES (1, 'a;b', 0);",
+    "-- again\ninsert into counter (id, name, value) values (1, 'b', 0)",
+    "ALTER TABLE counter ADD COLUMN name varchar(80)",
+    "/* tag */ UPDATE counter SET name = ';' WHERE id = -1;",
+]
+
+
+@on_every_database
+@pytest.mark.parametrize("options", [AUTOCOMMIT, {}], ids=["autocommit", "transaction"])
+@pytest.mark.parametrize("statement", REFUSED_OR_VOID)
+def test_statement_that_was_refused_or_has_found_no_row_is_no_obstacle(engine, statement, options):
+    plain = create_engine(engine.url, **options)
+    with Session(plain) as session, session.begin():
+        session.add(Counter(id=1, name="a"))
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(plain))
+    def work(session: Session) -> None:
+        with suppress(DBAPIError):
+            session.execute(text(statement))
+        attempts.make()
+        session.rollback()
+
+    work()
+    assert attempts.made == 2
+    plain.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("statement", ["UPDATE counter SET value = 1", "CREATE TABLE made (id integer)"])
+def test_interrupt_of_a_statement_that_sqlite_commits_at_once_is_raised_unchanged(engine, statement):
+    with_autocommit = create_engine(engine.url, **AUTOCOMMIT)
+
+    @event.listens_for(with_autocommit, "do_execute")
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @retry_on_conflict(sessionmaker(with_autocommit))
+    def work(session: Session) -> None:
+        session.execute(text(statement))
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    with_autocommit.dispose()
 
 
 @pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
