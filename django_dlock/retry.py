@@ -20,7 +20,7 @@ from django_dlock.connections import (
 from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
 from dlock_core.late import runs_async
-from dlock_core.sql.committed_statements import commits_itself, commits_work, has_changed, remains_after_error
+from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -184,7 +184,7 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
         _follow(connection.alias, open_one)
     text = sql if type(sql) is str else text_of(sql, connection)
     if open_one is not None and connection.vendor == "mysql":
-        execute = partial(_send_on_mysql, execute, open_one)
+        _note_commit(open_one, text)
     many, cursor = rest[0], rest[1]["cursor"]
     try:
         answer = execute(sql, params, *rest)
@@ -200,21 +200,11 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
     return answer
 
 
-def _send_on_mysql(execute: Callable[..., Any], transaction: Transaction, sql: Any, params: Any, *rest: Any) -> Any:
-    """Send a statement in a transaction of MySQL or MariaDB, and record what that commits although it goes on."""
-    text = sql if type(sql) is str else text_of(sql, rest[1]["connection"])
-    if commits_work(text, has_written=transaction.has_written):
+def _note_commit(transaction: Transaction, sql: str) -> None:
+    """Record what a statement commits in a transaction of MySQL or MariaDB, although Django's goes on."""
+    transaction.has_written = transaction.has_written or not surely_reads(sql)
+    if commits_work(sql, has_written=transaction.has_written):
         transaction.note_committed(has_written=True)
-    transaction.has_written = transaction.has_written or not surely_reads(text)
-    try:
-        answer = execute(sql, params, *rest)
-    except BaseException as error:
-        if commits_itself(text) and remains_after_error(text, error, has_many_parameters=rest[0]):
-            transaction.note_committed(has_written=True)
-        raise
-    if commits_itself(text):
-        transaction.note_committed(has_written=True)
-    return answer
 
 
 def _report_write(tracker: ConnectionTracker) -> None:

@@ -124,6 +124,11 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
             f"{cls.__name__} is concrete, with a separate table, and has no fence there: give it an __abstract__ "
             "parent with FencedMixin instead of a mapped one"
         )
+    if mapper.tables and not any(FENCE_COLUMNS[0] in table.c for table in mapper.tables):
+        raise ArgumentError(
+            f"the table of {cls.__name__} has no columns {' and '.join(FENCE_COLUMNS)}: add them to the Table to which "
+            "the class is mapped"
+        )
     if not event.contains(Engine, "before_execute", refuse_fence_columns):  # not in programs without such classes
         event.listen(Engine, "before_execute", refuse_fence_columns)
         event.listen(Engine, "before_cursor_execute", refuse_fence_columns_in_ctes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.sql.committed_statements import commits_itself, commits_work, has_changed, remains_after_error
+from dlock_core.sql.committed_statements import commits_work, has_changed, remains_after_error
 from sqla_dlock.begun import is_autocommit, may_write
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class _OnMySQL:
 
     def send(self, *args: Any, **more: Any) -> Any:
         sql = str(args[2])
+        self._has_written = self._has_written or may_write(sql)
         if commits_work(sql, has_written=self._has_written):
             self._note()
-        self._has_written = self._has_written or may_write(sql)
-        if commits_itself(sql):
-            return _send_in_autocommit(self._send, self._note, *args, **more)
         return self._send(*args, **more)

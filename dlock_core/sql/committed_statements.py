@@ -10,12 +10,13 @@ import re
 from typing import Final
 
 from dlock_core.sql.driver_errors import is_refusal
-from dlock_core.sql.statement_kinds import commits_implicitly, ends_transaction, is_single, surely_reads
+from dlock_core.sql.statement_kinds import commits_implicitly, ends_transaction, is_single
 
-__all__ = ["commits_itself", "commits_work", "has_changed", "remains_after_error"]
+__all__ = ["commits_work", "has_changed", "remains_after_error"]
 
 _UNDONE_AS_A_WHOLE: Final = re.compile(
-    r"\W*(?:INSERT|UPDATE|DELETE|WITH|MERGE|REPLACE|ALTER|CREATE|TRUNCATE)\b(?!.*\b(?:OR\s+FAIL|CONCURRENTLY)\b)",
+    r"\W*(?:INSERT|UPDATE|DELETE|WITH|MERGE|REPLACE|ALTER|TRUNCATE|CREATE\b(?!.*\bSELECT))\b"
+    r"(?!.*\b(?:OR\s+(?:FAIL|REPLACE)|CONCURRENTLY)\b)",
     re.IGNORECASE,
 )
 """What leaves nothing if it fails. CALL and DO may have committed before, and DROP may have dropped another table."""
@@ -40,13 +41,10 @@ def remains_after_error(sql: str, error: BaseException, *, has_many_parameters: 
 
 
 def commits_work(sql: str, *, has_written: bool) -> bool:
-    """Return whether MySQL and MariaDB commit, with a statement, what was written before, even if it fails.
+    """Return whether MySQL and MariaDB commit work with a statement of a transaction, even if it fails, as DDL does.
 
-    After SET autocommit = 1, it is what follows that is committed.
+    After SET autocommit = 1, it is what follows that is committed. `has_written` means that this statement, or one
+    before it, may have written: without that, BEGIN and ROLLBACK have nothing to commit. DDL counts in any case,
+    because what the driver's cursor, or a function, has written before cannot be seen.
     """
-    return commits_implicitly(sql) and (has_written or (surely_reads(sql) and not ends_transaction(sql)))
-
-
-def commits_itself(sql: str) -> bool:
-    """Return whether MySQL and MariaDB commit what a statement changes in a transaction, as they do with DDL."""
-    return commits_implicitly(sql) and not surely_reads(sql)
+    return commits_implicitly(sql) and (has_written or not ends_transaction(sql))

@@ -57,6 +57,8 @@ _WRITES: Final = re.compile(
 )
 _EXECUTED: Final = re.compile(r"/\*M?!\d*")
 """Begins a comment whose content MySQL and MariaDB execute."""
+_MINUS_OR_COMMENT: Final = re.compile(r"--(?=\S)")
+"""Begins a comment, but not for MySQL and MariaDB."""
 _ENDS: Final = re.compile(
     r"[\s\ufeff]*(?:COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+\w+)?\s+TO\b))\b",
     re.IGNORECASE,
@@ -130,7 +132,7 @@ def is_data_statement(sql: str) -> bool:
 
 def is_single(sql: str, kind: re.Pattern[str]) -> bool:
     """Return whether a text is certainly one statement, which begins as a pattern says; its literals are left out."""
-    if _EXECUTED.search(sql):
+    if _EXECUTED.search(sql) or _MINUS_OR_COMMENT.search(sql):
         return False
     return all(len(parts) == 1 and kind.match(parts[0]) is not None for parts in _readings(sql))
 

@@ -4,7 +4,20 @@ import uuid
 from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import Engine, Integer, MetaData, String, event, insert, lambda_stmt, select, text, update
+from sqlalchemy import (
+    Column,
+    Engine,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    event,
+    insert,
+    lambda_stmt,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column, registry
@@ -435,6 +448,15 @@ def test_class_that_replaces_the_columns_of_a_fenced_table_or_reflects_it_has_it
         assert named.name == "leaf:7"
         assert type(named.fence) is RowFence
         assert (named.fence.table, named.fence.key) == (cls.__table__, 7)
+
+
+def test_class_whose_table_has_no_fence_is_refused_when_it_is_mapped():
+    class Leaf(FencedMixin):
+        pass
+
+    base = registry()
+    with pytest.raises(ArgumentError, match="the table of Leaf has no columns dlock_token and dlock_holder"):
+        base.map_imperatively(Leaf, Table("leaf_of_paper", base.metadata, Column("id", Integer, primary_key=True)))
 
 
 def test_class_with_another_key_of_a_fenced_table_has_not_its_fence():
