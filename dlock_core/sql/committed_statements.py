@@ -15,8 +15,8 @@ from dlock_core.sql.statement_kinds import commits_implicitly, ends_transaction,
 __all__ = ["commits_work", "has_changed", "remains_after_error"]
 
 _UNDONE_AS_A_WHOLE: Final = re.compile(
-    r"\W*(?:INSERT|UPDATE|DELETE|WITH|MERGE|REPLACE|ALTER|TRUNCATE|CREATE\b(?!.*\bSELECT))\b"
-    r"(?!.*\b(?:OR\s+(?:FAIL|REPLACE)|CONCURRENTLY)\b)",
+    r"\W*(?:INSERT|UPDATE|DELETE|WITH|MERGE|REPLACE|ALTER|TRUNCATE|CREATE\b(?!.*\b(?:SELECT|OR\s+REPLACE)\b))\b"
+    r"(?!.*\b(?:OR\s+FAIL|CONCURRENTLY)\b)",
     re.IGNORECASE,
 )
 """What leaves nothing if it fails. CALL and DO may have committed before, and DROP may have dropped another table."""

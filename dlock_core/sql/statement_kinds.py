@@ -132,7 +132,7 @@ def is_data_statement(sql: str) -> bool:
 
 def is_single(sql: str, kind: re.Pattern[str]) -> bool:
     """Return whether a text is certainly one statement, which begins as a pattern says; its literals are left out."""
-    if _EXECUTED.search(sql) or _MINUS_OR_COMMENT.search(sql):
+    if _EXECUTED.search(sql) or (";" in sql and _MINUS_OR_COMMENT.search(sql)):
         return False
     return all(len(parts) == 1 and kind.match(parts[0]) is not None for parts in _readings(sql))
 
