@@ -146,7 +146,7 @@ class LockConnection:
 
 
 def _note_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of an aborted step: asyncio would log that nobody has."""
+    """Retrieve the error of an aborted step; otherwise asyncio would log that it was never retrieved."""
     if not task.cancelled():
         task.exception()
 
