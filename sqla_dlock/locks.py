@@ -123,9 +123,9 @@ class SessionLock(TiedLock):
         """`bind`: the caller's `bind`; without it the mapped classes in the lock's name say what is protected."""
         self.fence, self._classes = TABLE_FENCE, ()
         if values is not parts:  # a mapped class is among them
-            if len(parts) == len(values) == 2 and is_mapped(parts[0]) and self._is_fenced_by_row(parts[0]):
-                self.fence = RowFence(inspect(parts[0]), row_key(*parts))
             self._classes = tuple(filter(is_mapped, parts))
+            if len(parts) == len(values) == 2 and parts[0] in self._classes and self._is_fenced_by_row(parts[0]):
+                self.fence = RowFence(inspect(parts[0]), row_key(*parts))
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 

@@ -496,7 +496,7 @@ def test_class_that_may_be_of_the_same_table_as_a_fenced_one_is_refused():
 
 
 @levels([("sqlite", "IMMEDIATE")])
-def test_class_that_reflects_a_fenced_table_of_another_database_is_fenced_in_its_own(engine, store, make_engine):
+def test_class_that_reflects_a_fenced_table_of_another_database_is_fenced_in_its_own(engine, store):
     base, elsewhere = registry().generate_base(), registry().generate_base()
 
     class Note(FencedMixin, base):
@@ -511,7 +511,7 @@ def test_class_that_reflects_a_fenced_table_of_another_database_is_fenced_in_its
         session.add(Reflected(id=1))
         session.commit()
         for _ in range(2):
-            with lock(session, Reflected, 1) as held:
+            with lock(session, Reflected, 1, store=store) as held:
                 session.get_one(Reflected, 1)
                 session.commit()
         assert session.get_one(Reflected, 1).dlock_token == held.token
